@@ -12,10 +12,10 @@ help: ## list the targets
 train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g. ARGS="experiment=quickstart trainer.max_steps=10"
 	$(BIN)/mrl train $(ARGS)
 
-test: lint ## lint, then the core tests: about 10 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
+test: lint ## lint, then the core tests: about 20 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
-test-all: lint browser ## lint, all tests except those that need GPUs, Slurm or hours, then the mutation score: about two hours on two cores
+test-all: lint browser ## lint, all tests except those that need GPUs, Slurm or hours, then the mutation score: about three hours on two cores
 	@scripts/fetch_te_python.sh
 	@scripts/fetch_perfetto.sh
 	@scripts/fetch_peers.sh

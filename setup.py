@@ -37,6 +37,7 @@ DEPENDENCIES = [
     "pyarrow>=26",
     "datasets>=5.2",  # reads folders that its save_to_disk wrote
     "jinja2>=3.1",  # defines the errors of chat templates
+    "pillow>=13",  # decodes images
     # Rewards and evaluation.
     "math-verify[antlr4_9_3]>=0.9",  # the extra selects the version of antlr4 that hydra-core needs
     "pebble>=5.2",  # pools of processes whose tasks have deadlines
@@ -80,7 +81,7 @@ EXTRAS = {
 }
 
 INSTALLED_FILES = ["conf", "slurm", "requirements.txt", "requirements-gpu.txt"]
-"""Folders and files of the root that commands read at run time. See mrl/core/installation.py."""
+"""Folders and files of the root that commands read at run time. See mrl/core/code_locations.py."""
 
 
 class BuildWithInstalledFiles(build_py):

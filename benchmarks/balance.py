@@ -12,7 +12,7 @@ The schedulers of verl and slime in this file were written from their descriptio
 SGLang, and slime is not on PyPI. All schedulers get the same lengths.
 
     verl           Karmarkar-Karp with equal numbers of sequences; cost `24576 * L + L**2` for every model
-    verl, greedy   sequences in sampled order go to the lightest replica that has the fewest sequences
+    verl, greedy   each sequence, in sampled order, goes to the lightest of the replicas that have the fewest sequences
     slime          first-fit packs of at most 32768 tokens; the largest packs are split until their number is a multiple of the
                    number of replicas; Karmarkar-Karp with equal numbers of packs, by their FLOPs
 """
@@ -85,7 +85,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
 def equal_karmarkar_karp(costs: Sequence[float], parts: int) -> list[Rows]:
     """Return the items of each part under the method of Karmarkar and Karp if all parts have the same number of items.
 
-    Each initial partial solution has one item in every part. The items are sorted by cost, and `parts` neighbours form a
+    Each initial partial solution has one item in every part. The items are sorted by cost, and `parts` neighbors form a
     solution.
     """
     assert len(costs) % parts == 0, f"{parts} parts cannot have the same number of {len(costs)} items"

@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp] [--json FILE]
 
-One process saves weights, optimizer state and random states in float32. The plain write takes the same number of bytes from
-memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
+One process saves float32 weights, their optimizer state, and its random states. The plain write takes the same number of bytes
+from memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
 process and of the process that writes the checkpoint, minus the PSS before the save. Memory is sampled every 20 ms, in separate
 runs, and does not include the page cache.
 """
@@ -74,7 +74,7 @@ def save(actor, folder: Path, asynchronous: bool) -> None:
 def save_during_steps(actor, folder: Path, step: Callable[[], object], seconds: Seconds | None = None) -> None:
     """Begin an asynchronous save, run steps until the writing process has ended, and finish the save."""
     begin, steps = seconds_of(lambda: actor.begin_save(folder, asynchronous=True)), [cpu_seconds_of(step)]
-    while not actor.save_finished():
+    while not actor.save_has_ended():
         steps.append(cpu_seconds_of(step))
     finish = seconds_of(lambda: actor.finish_save(TIMEOUT_S))
     if seconds:

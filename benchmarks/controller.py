@@ -158,7 +158,7 @@ class SimulatedRanks:
         temperature: float,
         names: Sequence[str],
     ) -> RankColumns:
-        """Return zeros on one rank of each replica."""
+        """On the rank of each replica that has the results (tp 0, cp 0, last pp), return columns of zeros; else no columns."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return RankColumns({}, 0.0)
@@ -392,7 +392,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
 def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
     """Return the lifecycle of engines that share no devices. The simulated ranks answer the pushes."""
     lifecycle = EngineLifecycle(
-        host=worker,
+        engine_processes=worker,
         actor=group,
         scheduler=MemoryScheduler(frozenset()),
         settings=WeightSyncConfig(),

@@ -3,7 +3,7 @@
     python benchmarks/distillation_memory.py [--positions 8192] [--hidden 128] [--vocab 151936] [--dtype bfloat16] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its resident size before the measurement. At this time, the process has imported all modules, and has
+size of the process minus its peak resident size before the measurement. By then, the process has imported all modules, and has
 created the hidden states and the output layer of the policy, with zeroed gradients. So the memory includes the hidden states and
 the output layer of the teacher, which have the same sizes. "sampled tokens" has no teacher. It computes log-probabilities and
 entropies, as a policy loss does. "whole logits" computes the divergence from the logits of all positions. The methods alternate.
@@ -92,7 +92,7 @@ def report(args: argparse.Namespace) -> None:
     for _ in range(args.repeats):
         for method in methods:
             runs[method].append(measure_in_new_process(method))
-    title = f"T={args.positions} H={args.hidden} V={args.vocab} {args.dtype}, float32 logits {logits:.0f} MiB"
+    title = f"L={args.positions} H={args.hidden} V={args.vocab} {args.dtype}, float32 logits {logits:.0f} MiB"
     table = Table("method", "MiB", f"over {BASE}", "CPU-s", f"over {BASE}", "loss per position", title=title)
     middle = {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()
@@ -119,7 +119,7 @@ def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurement
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=8192, help="T: number of positions")
+    parser.add_argument("--positions", type=int, default=8192, help="L: number of positions")
     parser.add_argument("--hidden", type=int, default=128, help="H: hidden size of policy and teacher")
     parser.add_argument("--vocab", type=int, default=151_936, help="V: size of the vocabulary")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of the inputs")

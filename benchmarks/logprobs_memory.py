@@ -3,7 +3,8 @@
     python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy] [--repeats 1]
 
 Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
-size of the process minus its size after the imports and the creation of inputs and zeroed gradients. The methods alternate.
+size of the process minus its peak resident size before the measurement. By then, the process has imported all modules, and has
+created the inputs and zeroed gradients. The methods alternate.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def report(args: argparse.Namespace) -> None:
     """Measure every method and print the table."""
     logits = args.positions * args.vocab * 4 / 2**20
     title = (
-        f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
+        f"L={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
     )
     runs = {name: [] for name in METHODS}
     for _ in range(args.repeats):
@@ -95,7 +96,7 @@ def measurements_of(runs: dict[str, list[dict[str, float]]]) -> list[measurement
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=8192, help="T: number of positions")
+    parser.add_argument("--positions", type=int, default=8192, help="L: number of positions")
     parser.add_argument("--hidden", type=int, default=512, help="H: hidden size")
     parser.add_argument("--vocab", type=int, default=32000, help="V: size of the vocabulary")
     parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradient")

@@ -55,7 +55,7 @@ def of_repeats(
 def paired_ratio(
     name: str, values: Sequence[float], base: Sequence[float], better: Literal["lower", "higher"] = "lower"
 ) -> Measurement:
-    """Return the median of the ratios of neighbouring runs. Run number n of `values` was next to run number n of `base`."""
+    """Return the median of the ratios of neighboring runs. Run number n of `values` was next to run number n of `base`."""
     return of_repeats(name, [a / b for a, b in zip(values, base, strict=True)], "ratio", "ratio", better)
 
 

@@ -13,9 +13,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from hydra import compose, initialize_config_dir
@@ -47,9 +46,13 @@ class Block:
     driver_bytes: int  # bytes that the driver sends and receives through Ray, without the calls that change the mode
 
 
-def set_mode(trainer: Trainer, mode: str, run_dir: str) -> None:
-    """Turn the timeline and the samples on or off in the driver, the trainer ranks and the rollout worker."""
-    worker, ranks = trainer.rollout.worker.actor, trainer.actor.group.workers  # type: ignore[missing-attribute]
+def set_mode(trainer: Trainer, mode: str, run_dir: str, samples_per_step: int) -> None:
+    """Turn the timeline on or off in the driver, the trainer ranks and the rollout worker, and the samples in the driver.
+
+    `samples_per_step`: number of responses that a step keeps in the mode with samples.
+    """
+    handle, ranks = trainer.rollout.worker, trainer.actor.group.workers  # type: ignore[missing-attribute]
+    worker = handle.actor
     if mode == "off":
         spans.stop()
         ray.get([actor.__ray_call__.remote(lambda _: spans.stop()) for actor in [worker, *ranks]])
@@ -57,18 +60,13 @@ def set_mode(trainer: Trainer, mode: str, run_dir: str) -> None:
         folder = Path(run_dir) / spans.FOLDER
         spans.start(folder, "driver", 0, "driver")
         ray.get(worker.__ray_call__.remote(lambda _: spans.start(folder, "rollout", 0, "rollout worker")))
-    has_samples = mode == "timeline and samples"
-
-    def set_samples(rollout_worker: Any) -> None:
-        if not hasattr(rollout_worker, "kept_sample_file"):
-            rollout_worker.kept_sample_file = rollout_worker._sample_file
-        rollout_worker._sample_file = rollout_worker.kept_sample_file if has_samples else None
-
-    ray.get(worker.__ray_call__.remote(set_samples))
+    # If `kept` is 0, the driver does not ask the rollout worker for samples.
+    kept = samples_per_step if mode == "timeline and samples" else 0
+    handle.spec = replace(handle.spec, samples_per_step=kept)
 
 
 def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, list[Block]]:
-    """Return the blocks of each mode, in the order in which they were made. The first block of each mode does not count."""
+    """Return the blocks of each mode, in the order in which they were run. The first block of each mode is left out."""
     hydra_entry.register_schema()
     blocks: dict[str, list[Block]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -81,7 +79,7 @@ def measure(overrides: Sequence[str], num_blocks: int, steps: int) -> dict[str, 
             first = 0
             for index in range(num_blocks + 1):
                 for mode in MODES if index % 2 else reversed(MODES):  # so that no mode is always the first
-                    set_mode(trainer, mode, folder)
+                    set_mode(trainer, mode, folder, config.tracking.samples_per_step)
                     block = run_block(trainer, range(first, first + steps), records=mode != "off")
                     blocks[mode] += [block] if index else []
                     first += steps

@@ -78,7 +78,7 @@ def count_bytes(arguments: argparse.Namespace) -> None:
     """Print, for each layout, the bytes that the transfer plan sends divided by the bytes that the engines hold."""
     from models.families import family_of
     from models.hf_config import HFConfig
-    from mrl.weight_sync.engine_layout import EngineLayout, Topology
+    from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
     from mrl.weight_sync.transfer_plan import (
         LinkSpeeds,
         compile_transfer_plan,
@@ -99,7 +99,7 @@ def count_bytes(arguments: argparse.Namespace) -> None:
             family = family_of(hf)
             arch = family.read(hf)
         start, dims = time.perf_counter(), ParallelDims(**axes)
-        layout = EngineLayout.of(family, arch, Topology(**engine))
+        layout = EngineLayout.of(family, arch, EngineParallelSizes(**engine))
         owned = trainer_shards(layout.rows, arch.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
         plan = compile_transfer_plan(owned, layout, count, lambda _: ("bfloat16", 2), 512 << 20)
         cost = estimate_transfer_cost(plan, dims.world_size, LinkSpeeds(25.0, 25.0, 50.0), shared=False)

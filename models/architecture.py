@@ -9,19 +9,43 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
-from parallel.rope import Rope, YarnRope
-from parallel.trainer_config import OptimConfig
+from parallel.rope import LongRope, Rope, YarnRope
+from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"  # Megatron's name of the embedding
+VISION_PREFIX = "visual."  # begins the names of all parameters of the vision tower in Megatron
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
+# Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
+_RECURRENT_LAYERS = "linear_attention_freq"
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The vision tower of an image model, which is a module of transformers, and how the language model uses its outputs."""
+
+    model_type: str  # of the tower's config in transformers
+    config: dict[str, Any]  # fields of the tower's config
+    image_token: int  # id of the image token, whose embedding an output of the tower replaces
+    merge_size: int  # merge_size**2 patches give one output
+    rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
+    # Number of blocks of the tower ("block"), and number of its features ("feature"). Feature i is a further output of the tower,
+    # which is added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
+    repeats: dict[str, int]
+
+    @property
+    def num_features(self) -> int:
+        """Number of decoder layers to whose outputs the tower adds features."""
+        return self.repeats.get("feature", 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +59,11 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
+    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
+    vision: VisionTower | None = None  # None: a language model
 
     @property
     def num_layers(self) -> int:
@@ -51,24 +79,63 @@ class Architecture:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks (parallel/attention.py)."""
+        return self.transformer.get("softmax_type") == "learnable"
+
+    @property
+    def window(self) -> int:
+        """Number of tokens to which a token attends in layers with a sliding window, itself included; 0 without such layers."""
+        return self.transformer["window_size"][0] + 1 if "window_size" in self.transformer else 0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the attention of the layer has a sliding window."""
+        return self.window > 0 and bool(self.transformer["window_attn_skip_freq"][layer])
+
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts instead of one MLP."""
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layers have a gated delta net in place of attention."""
+        return _RECURRENT_LAYERS in self.transformer
+
+    @property
+    def recurrent_heads(self) -> dict[str, int]:
+        """Config field -> number of key heads or of value heads of a gated delta net. Empty without recurrent layers."""
+        names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
+        return {name: self.transformer[name] for name in names}
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer has a gated delta net in place of attention."""
+        return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
+
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
         """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
 
-        With `uneven_stages`, the user has set the number of layers of each pipeline stage, and Megatron checks these numbers.
+        With `uneven_stages`, the user has set the number of layers of each pipeline stage, and the caller checks these numbers.
         """
         t = self.transformer
+        per_stage = self.num_layers // (dims.pp * dims.vpp)
+        if self.vision and not uneven_stages and self.vision.num_features > per_stage:
+            raise ValueError(
+                f"parallel.pp={dims.pp}, parallel.vpp={dims.vpp}: the features of the vision tower are added to the outputs of "
+                f"the first {self.vision.num_features} layers, which must be in the first stage; use fewer stages."
+            )
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
-        _check_divides("tp", dims.tp, heads | dense | shared)
+        _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
-            _check_divides(
-                "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
-            )
+            layers = dict(num_hidden_layers=self.num_layers)
+            if dims.vpp > 1:
+                _check_divides(
+                    "pp x parallel.vpp", dims.pp * dims.vpp, layers, "choose pp and vpp whose product is one of"
+                )
+            else:
+                _check_divides("pp", dims.pp, layers)
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -81,27 +148,56 @@ class Architecture:
         elif dims.etp not in (None, dims.tp):
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
-    def multiply_adds(self) -> tuple[float, float]:
-        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
+    def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
+        """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
+
+        Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
+        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
+        """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
-        linear = 0.0
+        linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
             ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
                 ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += projections + 3 * width * ffn_width
+            linear += 3 * width * ffn_width
+            if self.is_recurrent(layer):
+                linear += recurrent_multiply_adds(t)
+                continue
+            linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
+            num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
+        head = width * (self.vocab_size if num_outputs is None else num_outputs)
+        return linear + head, num_full * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
-    return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
+    gates = heads * t.get("attention_output_gate", False)
+    return t["hidden_size"] * (2 * (heads + t["num_query_groups"]) + gates) * d, 2 * heads * d
+
+
+def recurrent_multiply_adds(t: dict[str, Any]) -> float:
+    """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
+
+    The state of each value head is a matrix [components of a key, components of a value]. For each token, the recurrence uses all
+    elements of this matrix three times: it computes the value that the state predicts, corrects the state, and reads the output.
+    """
+    keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
+    matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
+    convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
+    return matrices + convolution + 3 * values * t["linear_key_head_dim"]
+
+
+def recurrent_value_width(t: dict[str, Any]) -> int:
+    """Return the number of elements of the values of all heads of a gated delta net."""
+    return t["linear_num_value_heads"] * t["linear_value_head_dim"]
 
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -114,11 +210,13 @@ def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
-def _check_divides(axis: str, size: int, dimensions: dict[str, int]) -> None:
+def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
     for name, whole in dimensions.items():
         if whole % size:
             valid_sizes = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in dimensions.values()))
-            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {valid_sizes}.")
+            raise ValueError(
+                f"parallel.{axis}={size} does not divide {name}={whole} of this model; {advice} {valid_sizes}."
+            )
 
 
 @dataclass(frozen=True)
@@ -134,11 +232,23 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
+    engine_is_native: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
+    engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
+    engine_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
+    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
+    # arguments of the SGLang servers of a training run, unless the user sets them
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
+    # part of the name of a Hugging Face tensor -> part of the name of its SGLang parameter in its place, after the fusions
+    engine_renames: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -156,6 +266,11 @@ class Family:
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
+        if not self.engine_is_native:
+            raise ValueError(
+                f"model.path: SGLang 0.5.23 does not implement {self.architecture}; train the model with mrl sft, or from "
+                "recorded rollouts (rollout.replay)."
+            )
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -164,8 +279,13 @@ class Family:
                 f"model.path: this {self.architecture} has {', '.join(sorted(unsupported))}, which SGLang silently "
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
+        if is_mxfp4(config.fields):
+            raise ValueError(
+                f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
+                "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
+            )
         rope = arch.rope
-        if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
+        if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
                 f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
                 f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
@@ -188,7 +308,8 @@ class Family:
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
         """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.has_mtp_layers and layer is not None and int(layer[1]) >= arch.num_layers
+        is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
+        return self.has_mtp_layers and is_extra
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
@@ -203,12 +324,18 @@ class Family:
 
 
 def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
+    for name, count in (arch.vision.repeats if arch.vision else {}).items():
+        if f"{{{name}}}" in row.megatron:
+            yield from (row.for_index(name, index) for index in range(count))
+            return
     if "{layer}" not in row.megatron:
         yield row
         return
-    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
+    kind = row.present_in
+    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
+    is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in is_moe_values:
+        if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 
@@ -224,6 +351,11 @@ class ModelSpec:
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
-    overlap_grad_reduce: bool | None = None  # whether gradients are reduced during the backward pass; None: on a GPU
+    # whether gradients are reduced during the backward pass; None: only on a GPU
+    overlap_grad_reduce: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
-    family: str | None = None  # reference to a family outside models/families (see models.families.load_family)
+    # reference to a family outside models/families (see models.families.load_family); None: the built-in family
+    family: str | None = None
+    lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
+    seed: int = 0  # seed of the initial adapters
+    train_vision: bool = False  # whether the vision tower of an image model is trained, too

@@ -44,6 +44,8 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
+# Classifier of texts -> language model. In these families, XForSequenceClassification is the classifier of the image model.
+_TEXT_CLASSIFIERS = {f"{name}Text{_CLASSIFIER}": f"{name}{_LANGUAGE_MODEL}" for name in ("Gemma3", "Qwen3_5")}
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
@@ -113,6 +115,16 @@ class HFConfig:
         """Return a copy with the `defaults` of a family, in which no field is marked as read."""
         return replace(self, defaults=defaults, read_fields=set())
 
+    def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
+        """Return the config that the field `name` contains, with no field marked as read. `fields` replaces its fields.
+
+        Raises ValueError if the field is missing or is not an object.
+        """
+        own = self[name] if fields is None else fields
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{self.path}: {name}={own!r}; expected an object of fields.")
+        return HFConfig(self.path, {**own, "architectures": [self.architecture]}, defaults=defaults)
+
     def check_all_fields_read(self) -> None:
         """Raise ValueError if a field was not read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
@@ -131,16 +143,18 @@ class HFConfig:
     @property
     def family_architecture(self) -> str:
         """Architecture under which the family is registered: XForCausalLM, also for XForSequenceClassification."""
-        return self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
+        return _TEXT_CLASSIFIERS.get(self.architecture) or self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":
         """Return the config of a sequence classifier with one output and the same layers.
 
-        The length of `id2label` sets the number of outputs, in all versions of transformers.
+        The length of `id2label` sets the number of outputs, in all versions of transformers. The result has no `num_labels`.
         """
-        classifier = self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
+        text = {model: classifier for classifier, model in _TEXT_CLASSIFIERS.items()}
+        classifier = text.get(self.architecture) or self.architecture.replace(_LANGUAGE_MODEL, _CLASSIFIER)
         labels = dict(architectures=[classifier], id2label={"0": "score"}, label2id={"score": 0})
-        return replace(self, fields=self.fields | labels)
+        fields = {name: value for name, value in self.fields.items() if name != "num_labels"}
+        return replace(self, fields=fields | labels)
 
     def check_one_output(self) -> None:
         """Raise ValueError if this sequence classifier does not have exactly one output. The default of transformers is two."""
@@ -163,7 +177,6 @@ class HFConfig:
         With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
         """
         parameters = dict(self._rope_parameters())
-        kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
         if parameters.get("rope_theta") is None:
             parameters["rope_theta"] = self["rope_theta"]
         fraction = parameters.pop("partial_rotary_factor", None)
@@ -172,12 +185,57 @@ class HFConfig:
             self.read_fields.add("partial_rotary_factor")
         if not partial and fraction not in (None, 1.0):
             raise ValueError(f"{self.path}: partial_rotary_factor={fraction!r} is not supported; expected 1.0.")
+        return self._build_rope(parameters, int(head_dim * (1.0 if fraction is None else fraction)))
+
+    def rope_by_layer(self, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+        """Return the rotary embeddings of layers with full attention and of layers with a sliding window.
+
+        `theta` and `local_theta` are their bases. A base in `rope_parameters`, which has parameters for each kind of layer, has
+        priority. The field `rope_scaling` of transformers 4 applies to full attention only.
+        """
+        self.read_fields.update(("rope_parameters", "rope_scaling"))
+        by_kind = dict(self.fields.get("rope_parameters") or {})
+        full, local = (dict(by_kind.pop(kind, None) or {}) for kind in ("full_attention", "sliding_attention"))
+        if by_kind:
+            raise ValueError(
+                f"{self.path}: rope_parameters={self.fields['rope_parameters']} is not supported; expected parameters for "
+                "full_attention and for sliding_attention."
+            )
+        full |= self.fields.get("rope_scaling") or {}
+        if not (full.get("truncate", True) and local.get("truncate", True)):
+            raise ValueError(
+                f"{self.path}: truncate=false of the rotary embedding is not supported, because transformers ignores it in "
+                "models whose layers with a window have their own rotary embedding; expected true."
+            )
+        ropes = [
+            self._build_rope({"rope_theta": base} | given, head_dim)
+            for given, base in ((full, theta), (local, local_theta))
+        ]
+        return ropes[0], ropes[1]
+
+    def _build_rope(self, parameters: dict[str, Any], dim: int) -> Rope:
+        """Return the rotary embedding of `dim` components. For absent context lengths, it uses the defaults of transformers."""
+        kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+        if kind == "longrope":
+            self._complete_longrope(parameters)
         try:
-            return rope_from_parameters(parameters, int(head_dim * (1.0 if fraction is None else fraction)))
+            return rope_from_parameters(parameters, dim)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
+
+    def _complete_longrope(self, parameters: dict[str, Any]) -> None:
+        """Set the two context lengths of LongRoPE as in transformers: a field outside of `rope_parameters` has priority."""
+        name, longest = "original_max_position_embeddings", self["max_position_embeddings"]
+        if name in self.fields or name in self.defaults:
+            parameters[name] = self[name]
+        original = parameters.setdefault(name, longest)
+        if parameters.setdefault("factor", longest / original) != longest / original:
+            raise ValueError(
+                f"{self.path}: factor={parameters['factor']} of the rotary embedding is not supported; expected "
+                f"max_position_embeddings / {name} = {longest / original}."
+            )
 
     def _rope_parameters(self) -> dict[str, Any]:
         """Read `rope_parameters`, or `rope_scaling` of transformers 4. Raises ValueError if both are set and differ."""

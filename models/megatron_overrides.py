@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from parallel.dims import ParallelDims
-from parallel.megatron_settings import annotations_of, settings_key_of
+from parallel.trainer_config import annotations_of, settings_key_of
 
 FIELDS_SET_BY_MRL = frozenset(
     [
@@ -48,6 +48,22 @@ FIELDS_SET_BY_MRL = frozenset(
         "moe_shared_expert_intermediate_size",
         "mtp_num_layers",
         "multi_latent_attention",
+        "window_size",
+        "softmax_scale",
+        "softmax_type",
+        "activation_func_clamp_value",
+        "glu_linear_offset",
+        "layernorm_zero_centered_gamma",
+        "window_attn_skip_freq",
+        "attention_output_gate",
+        "experimental_attention_variant",
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "moe_shared_expert_gate",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""
@@ -65,6 +81,13 @@ UNEVEN_STAGE_FIELDS = frozenset(
 
 LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
 """Fields that depend on the parallel layout, and that have no meaning for a single process."""
+
+
+FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Supported values of fp8_recipe. With them, a rank computes scales alone, or with the ranks of its tensor-parallel group."""
+
+FP8_MULTIPLE = 32
+"""With FP8, a number of tokens must be a multiple of this: 32 for mxfp8, 16 for other recipes (Megatron's get_fp8_align_size)."""
 
 
 @cache
@@ -88,12 +111,35 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
         )
 
 
+def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError if FP8 would use a recipe that does not work when ranks have different numbers of micro-batches.
+
+    Transformer Engine reduces the largest absolute values (amax) of the recipe `delayed` over ranks in each forward and backward
+    pass. If a rank has fewer passes than another rank, the other rank waits forever. `delayed` is Megatron's default.
+    """
+    recipe = overrides.get("fp8_recipe")
+    if not overrides.get("fp8") or recipe in FP8_RECIPES:
+        return
+    found = (
+        f"megatron.fp8_recipe={recipe}" if recipe else "megatron.fp8_recipe is unset, and Megatron's default is delayed"
+    )
+    why = (
+        "this recipe reduces statistics over ranks in each forward and backward pass, so a run hangs when replicas have "
+        "different numbers of micro-batches"
+        if recipe in (None, "delayed")
+        else "mrl does not support this recipe"
+    )
+    raise ValueError(f"{found}: {why}; set megatron.fp8_recipe to {', '.join(FP8_RECIPES[:-1])} or {FP8_RECIPES[-1]}.")
+
+
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    There are five reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, the field changes the dtype in which weights are stored, or the field needs a library that cannot be used.
+    There are six reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
+    sizes, the field changes the dtype in which weights are stored, the field needs a library that cannot be used, or FP8 has a
+    recipe that does not work.
     """
+    check_fp8_recipe(overrides)
     known = transformer_config_fields()
     for name in overrides:
         if name in derived:
@@ -103,6 +149,10 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
         if name.startswith("tp_comm_overlap") and overrides[name]:
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: its buffers have a fixed size, but packs do not; leave the key out."
+            )
+        if name == "fp4" and overrides[name]:
+            raise ValueError(
+                f"megatron.fp4={overrides[name]} is not supported, because mrl pads packs only for FP8; use megatron.fp8."
             )
         if name in ("fp8_param", "fp4_param") and overrides[name]:
             raise ValueError(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,22 +33,38 @@ from torch import Tensor
 from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.image_model import ImageGPTModel
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
+from parallel.gated_delta_net import PackedGatedDeltaNet, PlanOfLastPack
+from parallel.layer_variants import PostNormLayer, VariantSelfAttention, biased_down_projection
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
+    BiasedRouter,
+    MultimodalRotaryEmbedding,
     PackedLatentAttention,
     PackedRotaryEmbedding,
+    PackedRouter,
     fuse_rope_of_packs,
     spec_provider,
 )
-from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
 logger = logging.getLogger(__name__)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by Architecture.activation
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+}
 HeadKind = Literal["vocabulary", "value", "score"]
 """Output layer of a language model, of a critic, or of a reward model."""
 
@@ -67,7 +85,7 @@ class ValueHead(torch.nn.Module):
         self.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)) if bias else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [T, H] to values [T] in float32."""
+        """Map the hidden states [n, H] of n tokens to values [n] in float32."""
         bias = None if self.bias is None else self.bias.float()
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
@@ -77,7 +95,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
     libraries = capabilities()
     is_moe = arch.num_experts > 0
     values = dict(
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[arch.activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -91,7 +109,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
         apply_rope_fusion=False,  # see can_fuse_rope
         gradient_accumulation_fusion=libraries.fused_wgrad or libraries.transformer_engine,
-        bias_activation_fusion=libraries.transformer_engine,
+        bias_activation_fusion=libraries.transformer_engine and arch.activation == "silu",
         bias_dropout_fusion=libraries.transformer_engine,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -112,7 +130,15 @@ def can_fuse_rope(arch: Architecture) -> bool:
     The kernel has no amplitude. For latent attention, Megatron uses a Triton kernel of its own instead. That kernel needs a batch
     dimension or `cu_seqlens`, and with `cu_seqlens` it counts positions from the start of each sequence in the pack.
     """
-    return capabilities().transformer_engine and not arch.has_latent_attention and arch.rope.amplitude == 1.0
+    ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
+    has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
+    return capabilities().transformer_engine and not arch.has_latent_attention and not has_amplitude
+
+
+def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
+    """Whether PackedAttention, which needs the position of each token, computes attention, and not Transformer Engine."""
+    needs_it = arch.vision is not None or arch.has_sinks
+    return share_prompts or needs_it or not capabilities().transformer_engine
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -160,20 +186,55 @@ def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
 
 
 def _attention(
-    config: TransformerConfig, provider: BackendSpecProvider, packed_attention: bool, parts: frozenset[str]
+    config: TransformerConfig,
+    provider: BackendSpecProvider,
+    packed_attention: bool,
+    parts: frozenset[str],
+    rotary: RotaryEmbedding | None = None,
 ) -> ModuleSpec:
+    """Return the spec of grouped-query attention. `rotary`: rotary embedding of these layers (None: that of the model)."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    variant = dict(projection_norms="projection_norms" in parts, rotary=rotary)
+    is_variant = variant["projection_norms"] or rotary is not None
     return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=VariantSelfAttention if is_variant else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal} | (variant if is_variant else {}),
         submodules=SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_layer_norm_linear(),
+            linear_qkv=_first_linear(provider, parts),
             core_attention=PackedAttention if packed_attention else provider.core_attention(),
             linear_proj=_with_bias(provider.row_parallel_linear(), "proj_bias" in parts),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
+
+
+def _gated_delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=PackedGatedDeltaNet,
+        params={
+            "input_linear": provider.column_parallel_layer_norm_linear(),
+            "output_linear": provider.row_parallel_linear(),
+            "plans": PlanOfLastPack(config.linear_conv_kernel_dim),
+        },
+    )
+
+
+def _first_linear(provider: BackendSpecProvider, parts: frozenset[str]) -> type:
+    """Return the class of the first matrix of a block. If there is a norm before the block, the class contains the norm."""
+    has_norm = "no_pre_norms" not in parts
+    return provider.column_parallel_layer_norm_linear() if has_norm else provider.column_parallel_linear()
+
+
+def _experts(config: TransformerConfig, provider: BackendSpecProvider, has_biases: bool) -> partial:
+    """Return the constructor of the routed experts of a layer."""
+    experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
+    assert isinstance(experts, partial), "both providers return a class with its submodules"
+    if not has_biases:
+        return experts
+    matrices = experts.keywords["submodules"]
+    first, second = _with_bias(matrices.linear_fc1, True), biased_down_projection(matrices.linear_fc2)
+    return partial(experts, submodules=replace(matrices, linear_fc1=first, linear_fc2=second))
 
 
 def _layer_spec(
@@ -187,21 +248,24 @@ def _layer_spec(
     has_latent_attention = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+        has_biases = "moe_bias" in parts
         experts = MoESubmodules(
-            experts=provider.grouped_mlp_modules(config.moe_grouped_gemm),
+            experts=_experts(config, provider, has_biases),
             shared_experts=partial(SharedExpertMLP, submodules=linears),
-            router=PackedRouter,
+            router=BiasedRouter if has_biases else PackedRouter,
         )
         mlp = partial(MoELayer, submodules=experts)
         norm = provider.layer_norm(rms_norm=True)
     else:
         linears = MLPSubmodules(
-            linear_fc1=_with_bias(provider.column_parallel_layer_norm_linear(), "mlp_bias" in parts),
+            linear_fc1=_with_bias(_first_linear(provider, parts), "mlp_bias" in parts),
             linear_fc2=_with_bias(provider.row_parallel_linear(), "mlp_bias" in parts),
         )
         mlp, norm = partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
+    has_post_norms = "post_norms" in parts
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PostNormLayer if has_post_norms else TransformerLayer,
+        params={"post_norm": provider.layer_norm(rms_norm=True)} if has_post_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=provider.layer_norm(rms_norm=True) if has_latent_attention else IdentityOp,
             self_attention=attention,
@@ -219,14 +283,23 @@ def _block_spec(
     """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
     if arch.has_latent_attention:
-        attention = _latent_attention(provider, arch.rope)
+        attention = local_attention = _latent_attention(provider, arch.rope)
     else:
-        attention = _attention(config, provider, packed_attention, arch.parts)
+        attention = local_attention = _attention(config, provider, packed_attention, arch.parts)
+    if arch.local_rope is not None:
+        rotary = _rotary_embedding(arch.local_rope, packed_attention)
+        local_attention = _attention(config, provider, packed_attention, arch.parts, rotary)
+    attention_of = [local_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
+    if arch.has_recurrent_layers:
+        recurrent = _gated_delta_net(config, provider)
+        attention_of = [recurrent if arch.is_recurrent(n) else spec for n, spec in enumerate(attention_of)]
     is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, attention, provider, arch.parts, bool(is_moe[layer])) for layer in layers],
+        layer_specs=[
+            _layer_spec(config, attention_of[layer], provider, arch.parts, bool(is_moe[layer])) for layer in layers
+        ],
         layer_norm=provider.layer_norm(rms_norm=True),
     )
 
@@ -245,7 +318,9 @@ def build_model(
     share_prompts: bool = True,
     **overrides,
 ) -> list[GPTModel]:
-    """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
+    """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage.
+
+    Its weights are uninitialized, except those of a ValueHead.
 
     With `share_prompts`, the model uses PackedAttention, and responses in a pack may share a prompt (parallel.packing.Segment).
     `head="value"` and `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's
@@ -257,7 +332,8 @@ def build_model(
     arch = family_of(hf).read(hf)
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
-    packed_attention = share_prompts or not capabilities().transformer_engine
+    packed_attention = uses_packed_attention(arch, share_prompts)
+    assert not arch.window or dims.cp == 1 or packed_attention, "Transformer Engine has no sliding windows with cp > 1"
     config.apply_rope_fusion = can_fuse_rope(arch)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)
@@ -288,7 +364,8 @@ def _build_stage(
     arch: Architecture, config: TransformerConfig, head: HeadKind, packed_attention: bool, vp_stage: int | None
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
-    model = GPTModel(
+    model_class = partial(ImageGPTModel, vision=arch.vision) if arch.vision else GPTModel
+    model = model_class(
         config,
         _block_spec(config, packed_attention, arch, vp_stage),
         padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
@@ -300,9 +377,12 @@ def _build_stage(
         vp_stage=vp_stage,
     )
     if not arch.has_latent_attention:  # latent attention has its own rotary embedding
-        _set_rope(model, arch.rope, packed_attention)
+        _set_rope(model, arch, packed_attention)
     if head != "vocabulary" and is_last:
         model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
+    if arch.embedding_scale != 1.0 and model.pre_process:
+        scale = torch.tensor(arch.embedding_scale, dtype=config.params_dtype).item()
+        model.embedding.register_forward_hook(lambda module, args, embeddings: embeddings * scale)
     for name, param in model.named_parameters():
         # Megatron sets this attribute only if ep > 1. If it is always set, the optimizer state is the same in all layouts.
         if ".experts." in name:
@@ -310,14 +390,27 @@ def _build_stage(
     return model
 
 
-def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
-    """Replace Megatron's RoPE frequencies and amplitude with the frequencies and amplitude of `rope`."""
-    if packed_attention:
-        model.rotary_pos_emb = PackedRotaryEmbedding(rope)
-        if model.config.apply_rope_fusion:
-            fuse_rope_of_packs()
+def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> None:
+    """Replace Megatron's rotary embedding and its amplitude with those of the model."""
+    if arch.vision:
+        model.rotary_pos_emb = MultimodalRotaryEmbedding(arch.rope, arch.vision.rope_axes)
+    elif packed_attention:
+        model.rotary_pos_emb = PackedRotaryEmbedding(arch.rope)
     else:
-        model.rotary_pos_emb.inv_freq = rope.inv_freq()
+        model.rotary_pos_emb.inv_freq = arch.rope.inv_freq()
+    if packed_attention and model.config.apply_rope_fusion:
+        fuse_rope_of_packs()
     for module in model.modules():
         if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
+            is_local = isinstance(module, VariantSelfAttention) and module.rotary is not None
+            rope = arch.local_rope if is_local and arch.local_rope is not None else arch.rope
             module._yarn_concentration_factor = rope.amplitude
+
+
+def _rotary_embedding(rope: Rope, packed_attention: bool) -> RotaryEmbedding:
+    """Return the rotary embedding for packs. Without `packed_attention`, its positions begin at the start of each sequence."""
+    if packed_attention:
+        return PackedRotaryEmbedding(rope)
+    rotary = RotaryEmbedding(rope.dim, 1.0, use_cpu_initialization=True)
+    rotary.inv_freq = rope.inv_freq()
+    return rotary

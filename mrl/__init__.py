@@ -21,8 +21,8 @@ _HOME = Path(__file__).resolve().parent.parent
 def _check_own_packages() -> None:
     """Refuse to run if `import parallel` or `import models` would not import mrl's own package.
 
-    This happens if a folder of PYTHONPATH contains a module `parallel` or `models`. In this case, commands of mrl end with
-    status 2. In other programs, `import mrl` raises ImportError.
+    Python finds another module if a folder of PYTHONPATH contains a module `parallel` or `models`. Commands of mrl then end with
+    status 2. In other programs, `import mrl` then raises ImportError.
     """
     for name in ("parallel", "models"):
         spec = find_spec(name)
@@ -39,9 +39,9 @@ def _check_own_packages() -> None:
 
 
 def _append_working_directory() -> None:
-    """Append the folder of the user's modules to `sys.path`. As the last folder, it hides no other modules.
+    """Append the folder of the user's modules to `sys.path`, so that these modules hide no other modules.
 
-    See mrl/core/installation.py.
+    Also delete PYTHONSAFEPATH if mrl has set it. mrl/core/code_locations.py gives the reasons.
     """
     if os.environ.get("PYTHONSAFEPATH") == "mrl":
         del os.environ["PYTHONSAFEPATH"]

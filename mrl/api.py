@@ -2,7 +2,7 @@
 
 Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits until the command ends.
 So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling
-process has joined a Ray cluster, `train` runs in that cluster.
+process has joined a Ray cluster, `train` runs in that cluster, unless `cluster.address` names another.
 
 The argument `settings` contains the overrides of the command line, in one of three forms:
 
@@ -30,11 +30,12 @@ from mrl.config.hydra_entry import add_default_experiment, check_overrides, comp
 from mrl.config.schema import Config
 from mrl.config.search_path import with_absolute_search_path
 from mrl.config.validate import is_known, known_keys
-from mrl.core.installation import CONF, add_working_directory
+from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-END_TIMEOUT_S = 30  # longest wait after Ctrl-C before the command gets SIGTERM, and for its last error output
+# longest wait from Ctrl-C to SIGTERM for the command, and longest wait for the last error output of a command that has ended
+END_TIMEOUT_S = 30
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
 REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run
 
@@ -80,12 +81,15 @@ class EvaluationResult:
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
-        """Pass@k, maj@k and mean scores with confidence intervals, for each data source and for all prompts."""
+        """For each data source: pass@k, maj@k and mean score, with confidence intervals.
+
+        If there are several data sources, a summary of all prompts follows. With evaluate.harness, the list is empty.
+        """
         return self.report["summaries"]
 
 
 def load_config(settings: Settings = ()) -> Config:
-    """Compose and check a config without starting a process.
+    """Compose and check a config without starting a process. A `Config` is returned as it is.
 
     If the settings name neither an experiment nor a model, the config is that of the quickstart. Raises ValueError for a mistake
     in the settings. The message names the key.
@@ -98,7 +102,9 @@ def load_config(settings: Settings = ()) -> Config:
 
 
 def train(settings: Settings = ()) -> TrainResult:
-    """Train a model with reinforcement learning, and wait until the run ends. If run.dir has an unfinished run, continue it.
+    """Train a model with reinforcement learning, and wait until the run ends.
+
+    With resume=auto (the default), an unfinished run in run.dir continues.
 
     Raises ValueError for a mistake in the settings, before anything starts. Raises CommandError if the run fails or is preempted.
     """
@@ -147,11 +153,12 @@ def convert(
 ) -> Path | None:
     """Convert weights, and return the folder of the result. `direction` is "to-megatron", "to-hf" or "check".
 
-    "check" converts every tensor in both directions and compares bytes and logits. The function then returns None.
+    "check" converts every tensor in both directions, compares bytes and logits, and returns None. For GGUF files, use the command
+    `mrl convert from-gguf`.
 
     Args:
         direction: Subcommand of `mrl convert`.
-        model_path: Hugging Face folder. "to-hf" reads only its config and tokenizer.
+        model_path: Hugging Face folder, or an id on the Hub. "to-hf" reads only config and tokenizer.
         checkpoint: Megatron checkpoint, for "to-hf" and "check".
         output: Folder for the result, which must not exist yet.
         dtype: float32, float16 or bfloat16. Default: the dtype of the input.
@@ -166,15 +173,15 @@ def convert(
         "dtype": dtype,
         "model.family": family,
     }
-    _start("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+    _run_child("convert", [direction, *(f"{key}={value}" for key, value in given.items() if value is not None)])
     return Path(output).resolve() if output is not None else None
 
 
 def _refuse_slurm_job(command: str, config: Config) -> None:
     if config.cluster.scheduler and not config.cluster.address:
         raise ValueError(
-            f"cluster.scheduler={config.cluster.scheduler}: mrl.{command} waits for a run on this machine or in a Ray cluster; "
-            f"submit Slurm jobs with the command `mrl {command}`."
+            f"cluster.scheduler={config.cluster.scheduler}: mrl.{command} runs only on this machine or in a Ray cluster; "
+            f"to submit a Slurm job, use the command `mrl {command}`."
         )
 
 
@@ -199,21 +206,22 @@ def _flatten(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and section and is_known(key) and "_target_" not in value:
             yield from _flatten(value, f"{key}.")
         else:
-            yield key, _with_names(value, key)
+            yield key, _callables_as_targets(value, key)
 
 
-def _with_names(value: Any, key: str) -> Any:
+def _callables_as_targets(value: Any, key: str) -> Any:
     """Replace functions and classes by `{_target_: dotted name}`, also inside dicts and lists."""
     if isinstance(value, Mapping):
-        return {name: _with_names(inner, f"{key}.{name}") for name, inner in value.items()}
+        return {name: _callables_as_targets(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_names(inner, key) for inner in value]
+        return [_callables_as_targets(inner, key) for inner in value]
     if not callable(value):
         return value
     module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
     if module == "__main__" or not name.isidentifier():
         raise ValueError(
-            f"{key}={value}: other processes import plug-ins by name; write this one into a module file of its own."
+            f"{key}={value}: other processes import plug-ins by name; give a function or class at the top level of an importable "
+            "module."
         )
     return {"_target_": f"{module}.{name}"}
 
@@ -226,13 +234,14 @@ def _run(command: str, config: Config) -> None:
         assert isinstance(tree, dict)
         hydra = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").hydra, resolve=False)
         OmegaConf.save({"defaults": ["base_config", "_self_"], **tree, "hydra": hydra}, folder / "library.yaml")
-        named = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
-        _start(command, [f"--config-path={folder}", "--config-name=library", *named])
+        # The YAML file has these values, too. But without an override of model.path, the command would add experiment=quickstart.
+        overrides = [format_override("model.path", config.model.path), format_override("run.dir", config.run.dir)]
+        _run_child(command, [f"--config-path={folder}", "--config-name=library", *overrides])
 
 
-def _start(command: str, arguments: Sequence[str]) -> None:
+def _run_child(command: str, arguments: Sequence[str]) -> None:
     """Run `mrl COMMAND` in a child process. Ctrl-C also ends the child. Raises CommandError if the exit status is not 0."""
-    child = subprocess.Popen(_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
+    child = subprocess.Popen(_command_line(command, arguments), stderr=subprocess.PIPE, text=True, errors="replace")
     assert child.stderr is not None
     last: deque[str] = deque(maxlen=SHOWN_LINES)
     reader = threading.Thread(target=_echo, args=(child.stderr, last), daemon=True)
@@ -251,7 +260,7 @@ def _start(command: str, arguments: Sequence[str]) -> None:
         raise CommandError(command, status, list(last))
 
 
-def _line(command: str, arguments: Sequence[str]) -> list[str]:
+def _command_line(command: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "mrl.cli", command, *arguments]
 
 

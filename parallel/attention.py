@@ -3,19 +3,25 @@
 Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
 backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are the
 numbers of query heads and key/value heads on this rank, and d is the number of channels per head.
+
+An attention sink (gpt-oss) is a logit of each query head that is only in the denominator of the softmax: the weight of key j is
+exp(s_j) / (exp(sink) + sum_k exp(s_k)), where s_k is the scaled product of the query and key k. Logits and sums are in float32,
+also for sinks and keys in 16 bits.
 """
 
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -25,13 +31,30 @@ from parallel.device import has_cuda
 from parallel.packing import AttentionCall, ChunkBounds, PackedSequences
 
 logger = logging.getLogger(__name__)
+_SINK_CHANNELS = 2  # channels that `append_sinks` adds
+
+
+@dataclass(frozen=True)
+class SoftmaxSettings:
+    """How attention turns products of queries and keys into weights."""
+
+    scale: float  # factor of the products
+    dropout: float = 0.0  # probability with which a weight becomes zero
+    window: int | None = None  # number of keys to which a query attends at most, the last ones; None: no limit
+    sinks: Tensor | None = None  # [n] attention sinks; None: there are none
 
 
 class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
-    k and v are the keys and values of the tokens to which the token attends.
+    k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only the
+    last tokens. The keys of a chunk are all tokens of the sequence up to the end of the chunk, in order, also with shared prompts
+    and with context parallelism. So a window is a band along the causal diagonal of the chunk.
+
+    With softmax_type="learnable", each query head has a sink. As in Megatron, the sinks are the parameter softmax_offset.
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -45,8 +68,35 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # number of keys to which a token attends at most, itself included; None: no limit
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
         self.dropout = config.attention_dropout
         self.cp_group: ProcessGroup = groups.cp_group() if pg_collection is None else pg_collection.cp
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            self._add_sinks(config, groups.tp_group() if pg_collection is None else pg_collection.tp)
+
+    def _add_sinks(self, config, tp_group: ProcessGroup) -> None:
+        """Add the sinks of this rank's query heads [n], with uninitialized values."""
+        heads = config.num_attention_heads // tp_group.size()
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.tp_group = tp_group
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the sinks, if there are any, as Megatron's checkpoints need them: sharded along dim 0."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -69,14 +119,15 @@ class PackedAttention(torch.nn.Module):
         if pack.query_index is not None:
             query = query.index_select(0, pack.query_index)
         if pack.key_index is not None:
-            key, value = (_GatherRows.apply(rows, pack.key_index, _gradient_sum_dtype(rows)) for rows in (key, value))
+            key, value = (gather_rows(rows, pack.key_index) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
+        softmax = SoftmaxSettings(self.scale, dropout, self.window, self.softmax_offset)
         # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
         # with dropout never activates them, not even when it is evaluated.
         if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not self.dropout:
-            out = _attend_varlen(query, key, value, pack.chunks, self.scale).flatten(1)
+            out = _attend_varlen(query, key, value, pack.chunks, softmax).flatten(1)
         else:
-            out = attend_batched(query, key, value, pack.calls, self.scale, dropout).flatten(1)
+            out = attend_batched(query, key, value, pack.calls, softmax).flatten(1)
         if pack.query_index is None:
             return out
         return torch.empty_like(out).index_copy(0, pack.query_index, out)
@@ -85,6 +136,11 @@ class PackedAttention(torch.nn.Module):
 def supports_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash-attention kernel supports tensors of this device and dtype."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Return `rows.index_select(0, index)`. On a GPU, the backward pass sums 16-bit gradients of a repeated row in float32."""
+    return _GatherRows.apply(rows, index, _gradient_sum_dtype(rows))
 
 
 class _GatherRows(torch.autograd.Function):
@@ -114,11 +170,11 @@ def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
 
 
 def flash_attention_versions(channels: int) -> list[int]:
-    """Return the versions of FlashAttention that this process can use for keys of this width, the preferred version first.
+    """Return the versions of FlashAttention that this process can use for keys with `channels` channels, the preferred first.
 
     torch contains FlashAttention-2. FlashAttention-3 is the package flash_attn_interface, for Hopper GPUs. FlashAttention-4 is
-    the package flash-attn-4, for Blackwell GPUs of capability 10. It does not support all widths of keys. torch could also use it
-    on Hopper GPUs, but this has not been measured.
+    the package flash-attn-4, for Blackwell GPUs of capability 10. It supports only some numbers of channels. torch could also use
+    FlashAttention-4 on Hopper GPUs, but this has not been measured.
     """
     major = torch.cuda.get_device_capability()[0] if has_cuda() else 0
     versions = [2]
@@ -152,8 +208,79 @@ def _varlen_kernel(channels: int) -> Callable[..., Any]:
     return varlen_attn
 
 
+def _sink_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the kernels of torch.nn.attention.varlen for the forward and the backward pass. `_varlen_kernel` registers them."""
+    kernels = torch.ops.torch_attn
+    return kernels._varlen_attn, kernels._varlen_attn_backward
+
+
+class VarlenCall(NamedTuple):
+    """Arguments of torch's flash-attention kernels for sequences of variable length, without the tensors."""
+
+    chunks: ChunkBounds
+    scale: float
+    window_size: tuple[int, int]  # number of keys before and after a query's own key; -1: no limit
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the kernel needs no window. torch.nn.attention.varlen.varlen_attn calls the kernel in the same way."""
+        return self.window_size == (-1, 0)
+
+
+class AttendVarlenWithSinks(torch.autograd.Function):
+    """Attention with sinks over chunks of different lengths, with torch's flash-attention kernels on a GPU.
+
+    The kernels have no sinks. The forward kernel also returns the logarithm of the denominator without the sink, so the output is
+    corrected afterwards. The backward kernel computes all weights again from the logits and from this logarithm, and it needs the
+    sum of gradient times output over the channels. With the corrected logarithm and the corrected output, its gradients are those
+    of attention with sinks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,  # [L, n, d]
+        key: Tensor,  # [K, g, d]
+        value: Tensor,  # [K, g, d]
+        sinks: Tensor,  # [n]
+        call: VarlenCall,
+    ) -> Tensor:  # [L, n, d]
+        """Return the output. `_varlen_kernel` must have been called, because it registers the kernels."""
+        chunks, scale, window_size = call
+        bounds = chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys, call.is_causal
+        # Attention is causal, so torch never uses the kernel of cuDNN, whose logarithms have another shape.
+        kernel, _ = _sink_kernels()
+        out, without_sink, state = kernel(query, key, value, *bounds, scale, list(window_size), True)
+        log_sum = torch.logaddexp(without_sink, sinks.to(without_sink.dtype).unsqueeze(1))  # [n, L]
+        out = (out * (without_sink - log_sum).exp().t().unsqueeze(-1)).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, log_sum, state, chunks.queries, chunks.keys)
+        ctx.sizes = chunks.max_queries, chunks.max_keys, call.is_causal
+        ctx.scale, ctx.window_size = scale, list(window_size)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        query, key, value, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
+        _, kernel = _sink_kernels()
+        grads = kernel(
+            *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
+            *(state, ctx.scale, ctx.window_size),
+        )
+        # The value of the sink is zero, so its gradient is minus its weight times the sum of gradient times output.
+        wide = log_sum.dtype
+        product = (grad.to(wide) * out.to(wide)).sum(-1).t()  # [n, L]
+        sink_grad = -((sinks.to(wide).unsqueeze(1) - log_sum).exp() * product).sum(1)
+        return (*grads, sink_grad.to(sinks.dtype), None)
+
+
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, chunks: ChunkBounds, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chunks: ChunkBounds,
+    softmax: SoftmaxSettings,
 ) -> Tensor:  # [L, n, channels of value]
     """Compute the attention of all chunks in one call of the flash-attention kernel.
 
@@ -163,7 +290,11 @@ def _attend_varlen(
     width = value.size(2)
     if width != key.size(2):
         value = F.pad(value, (0, key.size(2) - width))
-    out = _varlen_kernel(key.size(2))(
+    kernel, window_size = _varlen_kernel(key.size(2)), (-1 if softmax.window is None else softmax.window - 1, 0)
+    if softmax.sinks is not None:
+        call = VarlenCall(chunks, softmax.scale, window_size)
+        return AttendVarlenWithSinks.apply(query, key, value, softmax.sinks, call)[..., :width]
+    out = kernel(
         query,
         key,
         value,
@@ -171,35 +302,70 @@ def _attend_varlen(
         chunks.keys,
         chunks.max_queries,
         chunks.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
+        scale=softmax.scale,
+        window_size=window_size,
         enable_gqa=query.size(1) != key.size(1),
     )
     assert isinstance(out, Tensor), "no auxiliary output was requested"
     return out[..., :width]
 
 
+def append_sinks(
+    query: Tensor,  # [count, n, L, d]
+    key: Tensor,  # [count, n, K, d]
+    value: Tensor,  # [count, n, K, d]
+    sinks: Tensor,  # [n]
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a key with the value zero whose logit is the sink, for attention kernels that have no sinks.
+
+    All three tensors get two further channels. In these channels, queries are 1, all other keys are 0, and the last key is
+    sink / scale, as the sum of two numbers in the dtype of the keys. One number would round the sink to this dtype. The further
+    channels of the values are 0. They exist because fast kernels need values that are as wide as the keys.
+    """
+    wide = sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / scale
+    high = wide.to(key.dtype)
+    parts = torch.stack([high, (wide - high).to(key.dtype)], dim=-1)  # [n, 2]
+    sink_key = F.pad(parts, (key.size(-1), 0))[None, :, None].expand(key.size(0), -1, -1, -1)
+    return (
+        F.pad(query, (0, _SINK_CHANNELS), value=1.0),
+        torch.cat([F.pad(key, (0, _SINK_CHANNELS)), sink_key], dim=2),
+        F.pad(value, (0, _SINK_CHANNELS, 0, 1)),
+    )
+
+
 def attend_batched(
-    query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
-) -> Tensor:  # [L, n, d]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    calls: tuple[AttentionCall, ...],
+    softmax: SoftmaxSettings,
+) -> Tensor:  # [L, n, channels of value]
     """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device."""
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     queries = query.split([call.count * call.num_queries for call in calls])
     keys, values = (x.split([call.count * call.num_keys for call in calls]) for x in (key, value))
-    out = [_attend_call(*parts, scale, dropout) for parts in zip(queries, keys, values, calls, strict=True)]
+    out = [_attend_call(*parts, softmax) for parts in zip(queries, keys, values, calls, strict=True)]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _attend_call(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float, dropout: float
-) -> Tensor:
+def _attend_call(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, softmax: SoftmaxSettings) -> Tensor:
     q, k, v = (x.view(call.count, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    square = call.num_queries == call.num_keys
+    square, window, sinks = call.num_queries == call.num_keys, softmax.window, softmax.sinks
+    has_window = window is not None and window < call.num_keys
     mask = None
-    if not square and call.num_queries > 1:
-        mask_rows = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device)
-        mask = mask_rows.tril(call.num_keys - call.num_queries)
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=square, scale=scale)
+    if has_window or sinks is not None or (not square and call.num_queries > 1):
+        own_key = call.num_keys - call.num_queries  # index of the first query's own key
+        mask = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
+        if window is not None:
+            mask = mask.triu(own_key - window + 1)
+        if sinks is not None:
+            q, k, v = append_sinks(q, k, v, sinks, softmax.scale)
+            mask = torch.cat([mask, mask.new_ones(call.num_queries, 1)], dim=1)  # every query sees the sink
+    causal = square and mask is None
+    out = F.scaled_dot_product_attention(q, k, v, mask, softmax.dropout, is_causal=causal, scale=softmax.scale)
+    if sinks is not None:
+        out = out[..., : value.size(2)]
     return out.transpose(1, 2).flatten(0, 1)

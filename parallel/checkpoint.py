@@ -1,6 +1,7 @@
 """Saves and loads Megatron's distributed checkpoints (torch_dist).
 
-A checkpoint does not depend on the parallel layout: a model with any layout can load it.
+A checkpoint does not depend on the parallel layout: a model with any layout can load it. The checkpoint of a model with LoRA
+adapters contains only the adapters, with their optimizer state.
 """
 
 import json
@@ -32,6 +33,7 @@ from parallel.collectives import raise_on_all_ranks
 from parallel.device import has_cuda
 from parallel.dims import ParallelDims
 from parallel.durable_files import rename_durably
+from parallel.lora import has_adapters, is_adapter, sharded_adapters
 from parallel.optimizer import (
     num_optimizer_steps,
     restore_optimizer_state,
@@ -107,9 +109,13 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 
 
 def _assign(module: GPTModel, loaded: dict) -> None:
-    """Load the state dict `loaded` into `module`. Only extra states may be missing in `loaded`; they then stay unchanged."""
+    """Load the state dict `loaded` into `module`.
+
+    Only extra states, and the frozen weights of a model with adapters, may be missing in `loaded`. They then stay unchanged.
+    """
     missing, unknown = module.load_state_dict(loaded, strict=False)
-    missing = [name for name in missing if _EXTRA_STATE not in name]
+    adapters_only = has_adapters(module)
+    missing = [name for name in missing if _EXTRA_STATE not in name and (is_adapter(name) or not adapters_only)]
     assert not missing and not unknown, f"not loaded: {missing[:5]}, not known: {unknown[:5]}"
 
 
@@ -223,10 +229,14 @@ def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
     """Return the sharded state dict of each virtual stage, under the keys `model0`, `model1`, ...
 
-    These keys are not in the files of a checkpoint. There, the key of a tensor is its name in the whole model.
+    These keys are not in the files of a checkpoint. There, the key of a tensor is its name in the whole model. If the model has
+    adapters, only the adapters are in a checkpoint, because all other weights are frozen.
     """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
-    return {f"model{n}": module.sharded_state_dict(metadata=metadata) for n, module in enumerate(_unwrapped(chunks))}
+    return {
+        f"model{n}": sharded_adapters(module) if has_adapters(module) else module.sharded_state_dict(metadata=metadata)
+        for n, module in enumerate(_unwrapped(chunks))
+    }
 
 
 def _unwrapped(chunks: Sequence[GPTModel | DistributedDataParallel]) -> list[GPTModel]:

@@ -40,13 +40,13 @@ _METADATA_TYPES = {
 }
 """Types allowed in `.metadata`: descriptions of tensors and their locations.
 
-No subclass of dict is allowed, because a pickle can set attributes of an instance. A forged attribute `items` would hide entries
-of the dict from these checks.
+A plain dict needs no entry here. Subclasses of dict, such as OrderedDict, are not allowed: a pickle could set an attribute
+`items` on an instance, which would hide entries of the dict from the checks of this module.
 """
 
 _BUILTINS = ("bytearray", "complex", "frozenset", "set", "slice")
 _OBJECT_TYPES = {
-    "__builtin__": _BUILTINS,  # the module's name in pickle protocol 2, which torch writes
+    "__builtin__": _BUILTINS,  # name of `builtins` in pickle protocol 2, which torch writes
     "_codecs": ("encode",),  # pickles of numpy arrays call it to make bytes
     "_io": ("BytesIO",),
     "argparse": ("Namespace",),  # Megatron-LM stores its command-line arguments as a Namespace
@@ -68,14 +68,22 @@ _OBJECT_TYPES = {
     "megatron.core.rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
     "megatron.core.transformer.enums": ("AttnBackend", "CudaGraphScope"),
 }
-"""Types allowed in stored objects: numbers, arrays, RNG states and settings. Their constructors only store their arguments."""
+"""Types and functions allowed in stored objects: numbers, arrays, RNG states and settings.
+
+None of them executes code from the pickle or opens a file. This module itself calls none of them (see _load_placeholder).
+"""
 
 _ARCHIVE_MAGIC = b"PK\x03\x04"  # the first bytes of a torch.save archive
-_ADVICE = "No training run writes such a file: other software made or changed it. Do not load the file, and find out its origin."
+_ADVICE = (
+    "mrl and Megatron's own checkpoints contain no such object. Do not load the file unless you know who wrote it."
+)
 
 
 class ForeignPickleError(ValueError):
-    """A pickle of a checkpoint names a type that is not allowed. The pickle was not executed."""
+    """A pickle of a checkpoint names a type that is not allowed, or a file contains a TorchScript program.
+
+    The type was neither imported nor called.
+    """
 
 
 def validate_checkpoint(folder: str | Path) -> Metadata:
@@ -84,7 +92,8 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
     The check imports and calls only the allowed types.
 
     Raises:
-        ForeignPickleError: a pickle names a type that is not allowed; the message names the file and the type.
+        ForeignPickleError: a pickle names a type that is not allowed, or a file contains a TorchScript program; the message
+            names the file.
         ValueError: a file is missing, truncated or damaged, or lies outside the folder.
     """
     folder = Path(folder)

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel.checkpoint_validation import BACKEND_CONFIG
 from parallel.collectives import object_group, raise_on_all_ranks
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import FileHash, hash_file, write_hashes
+from parallel.durable_files import FileHash, fsync_path, hash_file, write_hashes
 from parallel.spans import record, span
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
@@ -41,7 +40,7 @@ _PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when 
 _CHILD_NICENESS = 10  # nice value of the child: a lower priority than training
 
 
-class ForkedWriter[T]:
+class BackgroundWriter[T]:
     """Runs the function `write` once, in a forked child process or directly in this process.
 
     The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
@@ -63,7 +62,7 @@ class ForkedWriter[T]:
             child_connection.close()
 
     def is_done(self) -> bool:
-        """Whether the write has ended: it has succeeded, has failed or was killed. The child's memory is free then."""
+        """Whether the write has ended: it has succeeded, has failed or was killed. If so, the child's memory is free."""
         if self._outcome is None and self._connection.poll():
             self._outcome = self._receive(timeout_s=0)
         return self._outcome is not None
@@ -71,7 +70,7 @@ class ForkedWriter[T]:
     def result(self, timeout_s: float) -> T:
         """Wait for `write` and return its result. The child has always ended when this method returns or raises.
 
-        Raises RuntimeError if `write` failed, if the child was killed, or if it does not end within `timeout_s` seconds.
+        Raises RuntimeError if `write` failed, if the child was killed, or if the child does not end within `timeout_s` seconds.
         """
         if self._outcome is None:
             self._outcome = self._receive(timeout_s)
@@ -107,7 +106,7 @@ class ForkedWriter[T]:
 def _attempt[T](write: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return write(), None
-    except Exception as error:  # `ForkedWriter.result` raises an error with this text
+    except Exception as error:  # `BackgroundWriter.result` raises an error with this text
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -159,13 +158,13 @@ class CheckpointSave:
             if dist.get_rank() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
         self._strategy = _plan(state, folder)
-        self._writer: ForkedWriter[WrittenFiles] | None = None
+        self._writer: BackgroundWriter[WrittenFiles] | None = None
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error), span("checkpoint snapshot", "checkpoint"):
                 buckets = _copy_to_host(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
-                self._writer = ForkedWriter(write, asynchronous)
+                self._writer = BackgroundWriter(write, asynchronous)
         except CheckpointSaveError:
             # Either this rank or another rank failed, for example because of too little host memory.
             self.abandon()
@@ -173,7 +172,7 @@ class CheckpointSave:
         # After this assignment only the writer refers to the host copies, so their memory is free when the writer ends.
         self._strategy.writer.write_buckets = None
 
-    def is_written(self) -> bool:
+    def writer_has_ended(self) -> bool:
         """Whether the writer of this rank has ended, with or without an error. Does not communicate."""
         return self._writer is None or self._writer.is_done()
 
@@ -207,18 +206,18 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, with two additional attributes: the file writer and the metadata of the planned save."""
 
     writer: FileSystemWriterAsync
-    metadata: Metadata | None  # on rank 0
+    metadata: Metadata | None  # None on ranks other than 0
 
     def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, async_strategy):
         self.writer, self.metadata, _ = writer, *save_state_dict_ret[1:]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
     def complete(self, written: list[WrittenFiles]) -> None:
-        """Write the files that describe the checkpoint and the hashes of all files, and sync them to the disk."""
+        """Write the hashes of all files and the files that describe the checkpoint, and sync them to the disk."""
         folder = Path(self.writer.checkpoint_dir)
-        self.writer.finish(self.metadata, [of_rank.results for of_rank in written])
+        self.writer.finish(self.metadata, [files_of_rank.results for files_of_rank in written])
         save_config(CheckpointingConfig(self.backend, self.version), str(folder))
-        write_hashes(folder, {name: entry for of_rank in written for name, entry in of_rank.hashes.items()})
+        write_hashes(folder, {name: entry for files_of_rank in written for name, entry in files_of_rank.hashes.items()})
         for path in (folder / BACKEND_CONFIG, folder):
             fsync_path(path)
 
@@ -227,7 +226,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
     apply_factories(state)
     dict_list_map_inplace(_with_own_storage, state)
     # Megatron would start a manager process to pass on the results. That process imports torch again, which takes seconds, and
-    # continues to run after this process is killed. Here ForkedWriter returns the results, so an ordinary queue is enough.
+    # continues to run after this process is killed. Here BackgroundWriter returns the results, so an ordinary queue is enough.
     filesystem_async._results_queue = queue.Queue()
     strategy = _SaveStrategy()
     dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
@@ -235,18 +234,21 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage with only its own bytes. Megatron would copy a view of a larger storage."""
+    """Give a tensor in host memory a storage with only its own bytes.
+
+    Megatron makes a copy of a tensor that is a view of a larger storage. This avoids the copy.
+    """
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
-        part.data = _view_as_storage(part.data.detach())
+        part.data = _with_second_storage(part.data.detach())
     return part
 
 
-def _view_as_storage(tensor: Tensor) -> Tensor:
+def _with_second_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # The write passes its storage to NumPy. After that, torch cannot resize this storage. But offloading must resize the original
-    # storage, so the write gets a second storage over the same bytes.
+    # The write passes the storage of a tensor to NumPy. After that, torch cannot resize this storage. But offloading must resize
+    # the original storage, so the write gets a second storage over the same bytes.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 

@@ -50,7 +50,11 @@ def copy_to_device(values: np.ndarray, target: torch.device) -> torch.Tensor:
 
     On a CPU, the tensor shares its memory with the array.
     """
-    tensor = torch.from_numpy(values)
+    return tensor_to_device(torch.from_numpy(values), target)
+
+
+def tensor_to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """Copy a tensor on the host to `target`, see `copy_to_device`."""
     return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
 
 
@@ -117,10 +121,11 @@ def capabilities() -> Capabilities:
 
 
 def can_use_transformer_engine() -> bool:
-    """Whether a process with these packages can use Transformer Engine on a GPU.
+    """Whether a process in this Python environment can use Transformer Engine on a GPU.
 
-    If this process has a GPU, Transformer Engine is imported, because the import of an installed one can fail. Without a GPU, its
-    compiled modules may lack NVIDIA's driver, so this function only looks whether it is installed.
+    If this process has a GPU, Transformer Engine is imported, because the import can fail although the package is installed.
+    Without a GPU, the import may fail only because NVIDIA's driver is missing, so this function only tests whether the package is
+    installed.
     """
     if not has_cuda():
         return find_spec("transformer_engine") is not None

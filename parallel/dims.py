@@ -118,7 +118,7 @@ class ParallelDims:
         return self.tp > 1 if self.sp is None else self.sp
 
     @property
-    def lockstep(self) -> bool:
+    def equal_micro_batch_counts(self) -> bool:
         """Whether all replicas must run the same number of micro-batches, because they send tokens to each other's experts."""
         return self.tp * self.cp % (self.ep * self.expert_tp) != 0
 

@@ -18,8 +18,8 @@ float64 inputs). For 16-bit inputs, there is also a 16-bit tensor of this shape.
 The backward pass of `linear_divergence` divides the vocabulary instead of the positions: it computes the logits of all positions
 for one slice of the vocabulary at a time. One matrix product over all positions then gives the gradient of the slice's weight
 rows, so the gradient of `weight` needs no sum over chunks. (A sum over chunks would be in float32. For 16-bit inputs, it would
-need as many bytes as the output layers of student and teacher together.) Only the gradient of `hidden`, which is much smaller, is
-summed over the slices.
+need twice as many bytes as the student's output layer.) Only the gradient of `hidden`, which is much smaller, is summed over the
+slices.
 
 Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to a student's logit x_j is
 

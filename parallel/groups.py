@@ -1,7 +1,8 @@
 """Process groups of the trainer ranks. No other module uses Megatron's global parallel state."""
 
 import atexit
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
+from parallel.device import backend as communication_backend
 from parallel.device import device
 from parallel.dims import ParallelDims
 
@@ -33,6 +35,20 @@ def initialize(dims: ParallelDims, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Create process groups of this process only, and destroy them at the end. Does nothing if there are process groups."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(communication_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        initialize(ParallelDims(), seed=0)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _require[G](group: G | None) -> G:
     assert group is not None, "call parallel.groups.initialize() first"
     return group
@@ -54,7 +70,7 @@ def pp_group() -> ProcessGroup:
 
 
 def dp_cp_group() -> ProcessGroup:
-    """Return the data- and context-parallel group: ranks that hold the same weights and sum their gradients."""
+    """Return the data- and context-parallel group: ranks that hold the same weights (except experts) and sum their gradients."""
     return _require(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
@@ -66,6 +82,11 @@ def ep_group() -> ProcessGroup:
 def etp_group() -> ProcessGroup:
     """Return the expert-tensor-parallel group: ranks that hold the shards of the same expert."""
     return _require(parallel_state.get_expert_tensor_parallel_group())
+
+
+def expert_dp_group() -> ProcessGroup:
+    """Return the data-parallel group of experts: ranks that hold the same shards of the same experts."""
+    return _require(parallel_state.get_expert_data_parallel_group())
 
 
 def is_first_stage(vp_stage: int | None = None) -> bool:

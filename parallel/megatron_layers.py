@@ -1,15 +1,27 @@
-"""Megatron layer modules for packed sequences: norms, rotary embedding, latent attention, and plain torch modules.
+"""Megatron layer modules for packed sequences: norms, rotary embedding, latent attention, MoE routers, and plain torch modules.
 
 The plain torch modules have the same parameter names as Transformer Engine's modules. Therefore checkpoints and conversion
 tables are the same on GPUs and CPUs.
+
+The load-balancing losses of the MoE routers do not depend on the layout. With routing replay (Rollout Routing Replay, Ma et al.
+2025), the trainer sends each token to the experts that the engine chose for the token. This holds in the forward pass, the
+backward pass and recomputation. The trainer computes the probabilities of these experts itself, so the router still receives
+gradients.
+
+In shapes, L is the number of tokens on this rank, n is the number of heads, and d is the number of channels per head. In shapes
+of angles, d is the number of channels per head that RoPE rotates.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -18,14 +30,28 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities
 from parallel.packing import PackedSequences
 from parallel.rope import Rope
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None, zero_centered: bool) -> Tensor:
+    """Return the RMSNorm of `x` [..., H] times `weight` [H], or times 1 + `weight` if the weight is centered at zero.
+
+    1 + weight is not rounded to the dtype of the weight.
+    """
+    if not zero_centered:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], 1 + weight.to(wide), eps).to(x.dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -34,6 +60,10 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -45,7 +75,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, *args, **kwargs):
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        zero_centered = self.config.layernorm_zero_centered_gamma
+        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, zero_centered)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -90,6 +121,27 @@ def fuse_rope_of_packs() -> None:
     rope_utils.fused_apply_rotary_pos_emb = rotate
 
 
+class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
+    """RoPE of image models: the position along one of three axes rotates each pair of components (parallel.rope.rope_axes)."""
+
+    axes: Tensor
+
+    def __init__(self, rope: Rope, axes: Sequence[int]) -> None:
+        """`axes`: for each pair of components, the axis whose position rotates the pair."""
+        super().__init__(rope)
+        self.register_buffer("axes", torch.tensor([*axes, *axes]).view(1, 1, 1, -1), persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
+        """Return the angles [L, 1, d] for the pack that the last call of `get_rotary_seq_len` received."""
+        positions = self._packed.axis_position_ids
+        if positions is None:
+            return super().forward(max_seq_len, offset, packed_seq)
+        if self._angles is None or self._angles[0] is not positions:
+            of_each_axis = self.get_emb(max_seq_len, offset)[positions, 0]  # [3, L, 1, d]
+            self._angles = positions, torch.take_along_dim(of_each_axis, self.axes, 0)[0]
+        return self._angles[1]
+
+
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
     """Return the hidden states [L, H] that the output head needs. Under sequence parallelism, `hidden` is [L/tp, H].
 
@@ -99,6 +151,15 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
     return hidden if replicated else copy_to_tensor_model_parallel_region(hidden)
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """Let Megatron average the gradients of a module over the tensor-parallel ranks, of which each computes the whole module.
+
+    On GPUs, the gradients of the ranks differ, because kernels sum in no fixed order.
+    """
+    for parameter in module.parameters():
+        parameter.average_gradients_across_tp_domain = True
 
 
 class TorchSpecProvider(LocalSpecProvider):
@@ -195,3 +256,88 @@ class PackedLatentAttention(MLASelfAttention):
         unset: Any = None  # with cu_seqlens, Megatron would count positions from the start of each sequence in the pack
         packed = replace(packed_seq_params, cu_seqlens_q=unset, cu_seqlens_kv=unset)
         return super().get_query_key_value_tensors(hidden_states, None, None, packed, **kwargs)
+
+
+class PackedRouter(TopKRouter):
+    """Router whose load-balancing loss is weighted by the number of real tokens in the whole pack, without padding.
+
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong for one of two
+    reasons: the count is already the sum over all ranks, because Megatron has all-reduced it in place, or the ranks have
+    different counts.
+
+    The correction bias, if the model has one, stays in float32 for any dtype of the model.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
+        """Move and cast the module, but only move the correction bias, so that the bias stays in float32."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for logits [L, 1, experts]; `padding_mask` [L, 1] is True at padding tokens."""
+        if self.is_aux_loss_enabled():
+            real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
+            total = logits.new_zeros((), dtype=torch.float32) + real  # torch.tensor(real) would wait for the GPU
+            dist.all_reduce(total, group=self.tp_cp_group)
+            self._tokens_per_rank = total / self.tp_cp_group.size()  # Megatron multiplies by the number of ranks
+        return super().routing(logits, padding_mask)
+
+    def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
+        """Attach the load-balancing loss, with the token count of the pack instead of Megatron's count."""
+        return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert. Megatron 0.19 passes the mask with shape [L], but needs the shape [L, 1]."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+
+class BiasedRouter(PackedRouter):
+    """Router whose logits have a bias. The bias is trained, unlike the correction bias.
+
+    Megatron adds this bias only if all matrices of the model have biases.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.bias = torch.nn.Parameter(torch.empty(config.num_moe_experts, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[missing-attribute]
+
+
+def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:
+    """Yield (layer index in the whole model, RouterReplay) for each MoE layer; yield nothing if routing replay is off."""
+    for layer in chunk.module.decoder.layers:
+        replay = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
+        if replay is not None:
+            yield layer.layer_number - 1, replay
+
+
+@contextmanager
+def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator[None]:
+    """Use the experts in `routing` [L, layers, topk] for one forward pass of `chunk`.
+
+    If `routing` is None, the router chooses the experts. After the block, the experts stay stored until the backward pass of the
+    pack has recomputed the layers. Backward passes must be in the order of the forward passes.
+    """
+    if routing is None:
+        yield
+        return
+    if chunk.config.sequence_parallel:
+        routing = routing.chunk(groups.tp_group().size())[groups.tp_group().rank()]
+    replays = list(_router_replays(chunk))
+    for layer, replay in replays:
+        replay.set_target_indices(routing[:, layer])
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    yield
+    for _, replay in replays:
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+
+def stop_replay(chunks: list[DistributedDataParallel]) -> None:
+    """Let the routers choose the experts again, and drop the experts that are stored for recomputation."""
+    for chunk in chunks:
+        for _, replay in _router_replays(chunk):
+            replay.clear_router_replay_action()
+            replay.clear_indices()

@@ -63,6 +63,7 @@ class ModelOffloader:
             self._drop_gradients()
             self._state.offload(self._storages_of_state())
             self._weights.offload(_storages(_weight_tensors(self._chunks)))
+            self._drop_fp8_weights()
             self._suspend_communicators()
         else:
             self._resume_communicators()
@@ -104,6 +105,12 @@ class ModelOffloader:
             _bytes_of(storage).zero_()
             self._dropped_gradients.pop()
 
+    def _drop_fp8_weights(self) -> None:
+        """Free the copies of weights in FP8. Transformer Engine quantizes the weights again in the next forward pass."""
+        for chunk in self._chunks:
+            for module in chunk.module.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
+
     def _suspend_communicators(self) -> None:
         if not self._suspended:
             groups.free_scratch_memory()
@@ -124,7 +131,9 @@ class ModelOffloader:
 
 
 class WeightsOnHost:
-    """A copy of a model's weights on the host. `load` overwrites the weights on the device with this copy.
+    """A copy of a model's trained weights and buffers on the host. `load` overwrites those on the device with this copy.
+
+    Frozen weights never change, so they are not copied. In a model with LoRA adapters, only the adapters are copied.
 
     On a GPU, `save` and `load` queue the copy on the current stream, and the host does not wait for the copy. Only work that is
     queued later on this stream sees the result.
@@ -149,7 +158,8 @@ class WeightsOnHost:
             _copy_from_host(storage, spans)
 
     def _storages(self) -> list[UntypedStorage]:
-        return _storages(_weight_tensors(self._chunks))
+        frozen = (p.data for chunk in self._chunks for p in chunk.module.parameters() if not p.requires_grad)
+        return _without(_storages(_weight_tensors(self._chunks)), _storages(frozen))
 
 
 class _HostMemory:

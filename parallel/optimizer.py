@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer: gradient buffers, construction, and conversion of its state for checkpoints.
+"""Megatron's distributed optimizer: gradient buffers, gradient reduction, and conversion of the state for checkpoints.
 
 A checkpoint stores the optimizer state of each parameter in the parameter's shape, so any layout can load it. This is Megatron's
 format `fully_reshardable`. To write this format, Megatron's own code gathers the whole state on every data-parallel rank several
@@ -7,8 +7,10 @@ shards contain parts of one parameter, the rank with the first part assembles th
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +19,114 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
+from torch.nn import Parameter
 
-from parallel.gradient_reduction import GradientReducer
 from parallel.spans import span
 from parallel.trainer_config import OptimConfig
+
+
+class GradientReducer:
+    """Starts the reduction of a bucket group as soon as the gradients of this group and of all earlier groups are complete.
+
+    A bucket group is one or several gradient buckets that Megatron reduces together. The order of the bucket groups is the order
+    in which a backward pass completes them. It depends only on the parameters, so all ranks of a pipeline stage start the same
+    reductions in the same order, whatever their micro-batches are. `start_remaining` starts the reductions that the backward pass
+    did not start.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        """Watch the gradients of `chunks`, this rank's virtual stages, which must have `overlap_grad_reduce`."""
+        assert all(chunk.ddp_config.overlap_grad_reduce for chunk in chunks), (
+            "Megatron's reduction would not be asynchronous"
+        )
+        self._groups = [
+            _WatchedGroup(group, chunk) for chunk in reversed(chunks) for group in _in_backward_order(chunk)
+        ]
+        self._num_started = 0
+        self._last_micro_batch = True
+        watched = {param: group for group in self._groups for param in group.params}
+        for chunk in chunks:
+            # Megatron's own hook on these accumulators runs first. It adds each gradient to the gradient buffer.
+            for param, accumulator in zip(chunk.params_with_grad, chunk.grad_accs, strict=True):
+                accumulator.register_hook(partial(self._on_gradient, watched[param], param))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for all micro-batches except the last. Megatron's schedules enter this context as `no_sync_func`."""
+        self._last_micro_batch = False
+        try:
+            yield
+        finally:
+            self._last_micro_batch = True
+
+    def start_remaining(self) -> None:
+        """Start all reductions that have not started yet. Every rank calls this after its last micro-batch."""
+        for group in self._groups[self._num_started :]:
+            group.start()
+        self._num_started = len(self._groups)
+
+    def reset(self) -> None:
+        """Forget which gradients and reductions this optimizer step has had. Call this when all reductions have finished."""
+        self._num_started = 0
+        for group in self._groups:
+            group.reset()
+
+    def _on_gradient(self, group: "_WatchedGroup", param: Parameter, *unused: object) -> None:
+        if not self._last_micro_batch:
+            return
+        group.add(param)
+        while self._num_started < len(self._groups) and self._groups[self._num_started].is_complete():
+            self._groups[self._num_started].start()
+            self._num_started += 1
+
+
+class _WatchedGroup:
+    """A bucket group of Megatron, with a count of the gradients that each parameter got from the last micro-batch."""
+
+    def __init__(self, group: _ParamAndGradBucketGroup, chunk: DistributedDataParallel) -> None:
+        self.params = group.params
+        self._group, self._chunk = group, chunk
+        # Number of gradients that each parameter gets; more than one if several recomputed segments use the parameter. None: no
+        # step has given gradients to all parameters yet.
+        self._expected: dict[Parameter, int] | None = None
+        self._found: dict[Parameter, int] = {}
+        self._started = False
+
+    def add(self, param: Parameter) -> None:
+        assert not self._started, f"a gradient of shape {tuple(param.shape)} came after the reduction of its bucket"
+        self._found[param] = self._found.get(param, 0) + 1
+
+    def is_complete(self) -> bool:
+        return self._found == self._expected
+
+    def start(self) -> None:
+        self._started = True
+        self._group.start_grad_sync(force_all_reduce=self._chunk.force_all_reduce)
+
+    def reset(self) -> None:
+        if self._expected is None and len(self._found) == len(self.params):
+            self._expected = self._found
+        self._found, self._started = {}, False
+        self._group.per_param_grad_ready_counts = {}  # keeps Megatron in the state of the first step
+
+
+def _in_backward_order(chunk: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]:
+    """Return the bucket groups of dense and expert parameters, in the order in which a backward pass completes them.
+
+    A backward pass goes from the last parameter of the model to the first. So it completes a group when it reaches the first
+    parameter of this group.
+    """
+    position = {param: number for number, param in enumerate(chunk.params_with_grad)}
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    return sorted(groups, key=lambda group: min(position[param] for param in group.params), reverse=True)
+
 
 ShardedDescription = ShardedTensor | ShardedTensorFactory
 
@@ -36,8 +136,8 @@ def wrap_ddp(
 ) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged.
 
-    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket. See
-    `parallel.gradient_reduction`. `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
+    With `overlap`, gradients are reduced during the backward pass of the last micro-batch, bucket by bucket (see
+    GradientReducer). `settings`: fields of DistributedDataParallelConfig that `check_ddp_settings` allows.
 
     The all-gather of updated parameters does not overlap with the next forward pass. With overlap, Megatron would all-gather a
     bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:
@@ -79,12 +179,14 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
     """Let Transformer Engine's matrices add their gradients directly to the gradient buffers, if the config says so."""
     if chunk.config.gradient_accumulation_fusion:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):  # in version 2.20: Linear, LayerNormLinear and GroupedLinear
+            is_trained = any(param.requires_grad for param in module.parameters(recurse=False))
+            # In version 2.20, Linear, LayerNormLinear and GroupedLinear have this attribute.
+            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
-    """Build the distributed optimizer over the buffers of `chunks`, with fp32 master weights.
+    """Build the distributed optimizer over the buffers of `chunks`, with float32 main weights.
 
     Also sets `grad_scale_func` in the config of the model, so that Megatron scales losses as this optimizer expects.
     """

@@ -1,4 +1,6 @@
-"""Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
+"""Packed sequences: many sequences of different lengths in one row of tokens, not padded to a common length.
+
+This module does not communicate.
 
 A pack consists of segments. A token attends to itself and the earlier tokens of its segment, and to all tokens of the segment's
 ancestors. A plain sequence is one segment. A prompt with G responses is a segment with G children, so the prompt is computed
@@ -8,12 +10,15 @@ Context parallelism splits every segment into `2 * cp` chunks of equal length. R
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
 segment is not a multiple of `2 * cp`, padding tokens are added at its end. No real token attends to a padding token.
 
-In shapes, S is the number of real tokens in all segments, and L is the number of tokens on this rank, including padding.
+In shapes, S is the number of real tokens in all segments, L is the number of tokens on this rank, including padding, and K is the
+number of keys that all attention calls on this rank read, repetitions included.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import lcm
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel.device import copy_to_device
+
+if TYPE_CHECKING:
+    from parallel.image_packing import PackedImages
 
 Ints = NDArray[np.int64]
 
@@ -80,14 +88,20 @@ class PackedSequences(PackedSeqParams):
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()  # together, they compute the attention of all L queries
     chunks: ChunkBounds | None = None  # the chunks of all calls, in order
-    # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
+    # [L] indices of the queries, in the order in which the calls read them; None: the queries already have this order
     query_index: Tensor | None = None
-    # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. An index is a
+    # [K] indices of the keys, in the order in which the calls read them; None: the keys already have this order. An index is a
     # position in the concatenated keys of all context-parallel ranks.
     key_index: Tensor | None = None
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
     max_position: int = 0  # largest position in the pack
+    # [3, L] position of each token along time, height and width; None: the pack has no images, and all are equal to position_ids
+    axis_position_ids: Tensor | None = None
+    images: "PackedImages | None" = None
+    # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
+    layer_features: tuple[Tensor, ...] = ()
+    layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
 
     @property
     def local_index(self) -> Ints:
@@ -106,7 +120,7 @@ def pack(
     cp_size: int = 1,
     multiple: int = 1,
     cu_seqlens: bool = False,
-    in_order: bool = False,
+    chunks_in_token_order: bool = False,
 ) -> PackedSequences:
     """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
@@ -115,18 +129,18 @@ def pack(
     attention are set. That attention does not support segments with a parent.
 
     By default, chunks of equal shape are next to each other, so that one batched call computes them. A kernel for sequences of
-    variable length does not need this. With `in_order`, the chunks keep the order of the tokens, so that the queries need no
-    permutation. Without shared prompts and context parallelism, the keys need no permutation either.
+    variable length does not need this. With `chunks_in_token_order`, the chunks keep the order of the tokens, so that the queries
+    need no permutation. Without shared prompts and context parallelism, the keys need no permutation either.
 
     Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
-    layout = _PackLayout.of(segments, cp_size, multiple)
+    layout = PackLayout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = list(range(len(shapes)))
-    if not in_order:
+    if not chunks_in_token_order:
         order.sort(key=lambda chunk: shapes[chunk])
     calls: list[AttentionCall] = []
     for chunk in order:
@@ -135,7 +149,7 @@ def pack(
             calls[-1] = AttentionCall(calls[-1].count + 1, *shape)
         else:
             calls.append(AttentionCall(1, *shape))
-    local, total = len(source), len(source) * cp_size
+    tokens_per_rank, total = len(source), len(source) * cp_size
     is_padding = source < 0
     packed = PackedSequences(
         qkv_format="thd",
@@ -143,11 +157,12 @@ def pack(
         source=source,
         calls=tuple(calls),
         chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
-        query_index=_index([queries[chunk] for chunk in order], local, device),
+        query_index=_index([queries[chunk] for chunk in order], tokens_per_rank, device),
         key_index=_index([keys[chunk] for chunk in order], total, device),
         padding=copy_to_device(is_padding, device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
+        layout=layout,
     )
     if cu_seqlens:
         packed.cu_seqlens_q = packed.cu_seqlens_kv = layout.cu_seqlens(device)
@@ -173,7 +188,7 @@ def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _PackLayout:
+class PackLayout:
     """Positions of the segments in a pack. The fields `lengths` to `ancestors` have one entry for each segment."""
 
     lengths: Ints  # number of real tokens
@@ -184,7 +199,7 @@ class _PackLayout:
     cp_size: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "_PackLayout":
+    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "PackLayout":
         lengths = np.array([s.length for s in segments], np.int64)
         chunks = 2 * cp_size if cp_size > 1 else 1
         padded = -(-lengths // chunks) * chunks
@@ -214,33 +229,46 @@ class _PackLayout:
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
         """Return three lists with one entry for each chunk on `rank`.
 
-        The first list contains (number of queries, number of keys). The second list contains the rows of the queries on this
-        rank. The third list contains the rows of the keys in the concatenated keys of all context-parallel ranks.
+        The first list contains (number of queries, number of keys). The second list contains the indices of the queries among the
+        L tokens of this rank. The third list contains the indices of the keys in the concatenated keys of all context-parallel
+        ranks.
         """
-        local = int(self.padded.sum()) // self.cp_size
-        # the first row of each segment is the same on every rank
-        first = (np.cumsum(self.padded) - self.padded) // self.cp_size
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
-            ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
-            own = self._rows(segment, int(self.padded[segment]), first, local)
+            of_ancestors = [self._global_indices(s, int(self.lengths[s])) for s in self.ancestors[segment]]
+            own = self._global_indices(segment, int(self.padded[segment]))
             for position, chunk in enumerate(self.chunks_of(rank)):
-                rows = np.concatenate([*ancestor_rows, own[: (chunk + 1) * size]])
-                shapes.append((size, len(rows)))
-                queries.append(first[segment] + position * size + np.arange(size))
-                keys.append(rows)
+                indices = np.concatenate([*of_ancestors, own[: (chunk + 1) * size]])
+                shapes.append((size, len(indices)))
+                queries.append(self._first_tokens[segment] + position * size + np.arange(size))
+                keys.append(indices)
         return shapes, queries, keys
 
-    def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
-        """For the first `count` tokens of a segment, return their rows in the concatenated tokens of all ranks."""
+    @cached_property
+    def _tokens_per_rank(self) -> int:
+        """L: number of tokens of each rank, including padding."""
+        return int(self.padded.sum()) // self.cp_size
+
+    @cached_property
+    def _first_tokens(self) -> Ints:
+        """Index of each segment's first token among the tokens of a rank. It is the same on every rank."""
+        return (np.cumsum(self.padded) - self.padded) // self.cp_size
+
+    def global_indices(self) -> Ints:
+        """Return the index [S] of each real token in the concatenated tokens of all context-parallel ranks."""
+        lengths = enumerate(self.lengths.tolist())
+        return np.concatenate([self._global_indices(segment, length) for segment, length in lengths])
+
+    def _global_indices(self, segment: int, count: int) -> Ints:
+        """For the first `count` tokens of a segment, return their indices in the concatenated tokens of all ranks."""
         inside = np.arange(count)
         if self.cp_size == 1:
-            return first[segment] + inside
+            return self._first_tokens[segment] + inside
         size = self.padded[segment] // self.num_chunks
         chunk, offset_in_chunk = np.divmod(inside, size)
         late = chunk >= self.cp_size
         rank = np.where(late, self.num_chunks - 1 - chunk, chunk)
-        return rank * local + first[segment] + late * size + offset_in_chunk
+        return rank * self._tokens_per_rank + self._first_tokens[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """Return the cumulative lengths of the whole segments for Transformer Engine, padding on all ranks included."""

@@ -11,7 +11,7 @@ This module imports torch only when it computes frequencies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,8 @@ class Rope:
                 continue
             least = 0.0 if field.name in _FIELDS_THAT_MAY_BE_ZERO else math.ulp(0.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ValueError(f"{field.name}={value!r} of the rotary embedding: expected a positive number.")
+                expected = "a positive number" if least else "0 or a positive number"
+                raise ValueError(f"{field.name}={value!r} of the rotary embedding: expected {expected}.")
         if self.dim % 2:
             raise ValueError(
                 f"the rotary embedding rotates {self.dim} components of a head in pairs: expected an even number."
@@ -47,6 +48,10 @@ class Rope:
     def amplitude(self) -> float:
         """Factor by which cosines and sines are multiplied, for queries and keys."""
         return 1.0
+
+    def longest_sequence(self, max_position_embeddings: int) -> int:
+        """Return the number of tokens of the longest sequence for which the frequencies are right."""
+        return max_position_embeddings
 
     def inv_freq(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the radians per position [dim / 2], on the CPU. The default dtype is float32."""
@@ -149,12 +154,65 @@ class YarnRope(Rope):
         return 1.0 / (self.factor * positions_per_radian) * (1 - weight) + 1.0 / positions_per_radian * weight
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongRope(Rope):
+    """RoPE of LongRoPE (Ding et al., 2024, arXiv:2402.13753), for sequences of at most original_max_position_embeddings tokens.
+
+    LongRoPE divides each frequency by a factor of its own. There are two lists of factors, and the length of the whole sequence
+    selects the list: short sequences have `short_factor`, longer ones `long_factor`. So all keys of a sequence change when the
+    sequence becomes longer than the limit. This class rotates short sequences only.
+    """
+
+    short_factor: tuple[float, ...]  # [dim / 2]
+    long_factor: tuple[float, ...]  # [dim / 2], not used
+    original_max_position_embeddings: int
+    factor: float  # max_position_embeddings / original_max_position_embeddings
+    attention_factor: float | None = None  # the amplitude; None: see `derived_amplitude`
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            factors = self.__dict__[name]
+            is_list = isinstance(factors, list | tuple) and len(factors) == self.dim // 2
+            if not is_list or not all(isinstance(f, int | float) and 0 < f < math.inf for f in factors):
+                raise ValueError(
+                    f"{name}={factors!r} of the rotary embedding: expected a list of {self.dim // 2} positive numbers."
+                )
+            object.__setattr__(self, name, tuple(map(float, factors)))
+        super().__post_init__()
+
+    def longest_sequence(self, max_position_embeddings: int) -> int:
+        return min(max_position_embeddings, self.original_max_position_embeddings)
+
+    @property
+    def amplitude(self) -> float:
+        return self.derived_amplitude if self.attention_factor is None else self.attention_factor
+
+    @property
+    def derived_amplitude(self) -> float:
+        """The amplitude that is used if `attention_factor` is None."""
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def inv_freq(self, dtype: torch.dtype | None = None) -> Tensor:
+        import torch  # imported only where tensors are made
+
+        positions_per_radian = self._positions_per_radian(dtype)
+        return 1.0 / (torch.tensor(self.short_factor, dtype=positions_per_radian.dtype) * positions_per_radian)
+
+
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """Return YaRN's amplitude for a context that is extended by `factor` (equation 22); `weight` multiplies the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-ROPE_TYPES: dict[str, type[Rope]] = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+ROPE_TYPES: dict[str, type[Rope]] = {
+    "default": Rope,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
 
 
 def rope_from_parameters(parameters: Mapping[str, Any], dim: int) -> Rope:
@@ -176,3 +234,25 @@ def rope_from_parameters(parameters: Mapping[str, Any], dim: int) -> Rope:
     if missing := {name for name, is_needed in known.items() if is_needed} - values.keys():
         raise ValueError(f"{min(missing)} is missing; rope_type={kind!r} needs it.")
     return ROPE_TYPES[kind](**values, dim=dim)
+
+
+def rope_axes(section: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
+    """Return for each pair of a head's components the axis (0: time, 1: height, 2: width) whose position rotates the pair.
+
+    With `interleaved` (Qwen3-VL), height has the pairs 1, 4, 7, ... and width the pairs 2, 5, 8, ...; time has the others.
+    Without it (Qwen2.5-VL), time has the first pairs, then height, then width. `section` has the number of pairs of each axis.
+
+    Raises ValueError if the sections do not fit the number of pairs.
+    """
+    if len(section) != 3 or sum(section) != num_pairs or min(section) < 0:
+        raise ValueError(f"mrope_section={list(section)}: expected three numbers whose sum is {num_pairs}.")
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        if axis + 3 * (section[axis] - 1) >= num_pairs:
+            raise ValueError(
+                f"mrope_section={list(section)}: interleaved axes need at most {num_pairs // 3} pairs each."
+            )
+        axes[axis : 3 * section[axis] : 3] = [axis] * section[axis]
+    return tuple(axes)

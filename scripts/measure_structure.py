@@ -25,13 +25,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
 CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
-    "modules": 292,
-    "modules under 60 lines": 30,
+    "modules": 299,
+    "modules under 60 lines": 11,
     "modules in the root of mrl": 6,
     "public class names defined twice": 0,
     "lines of the longest function": 80,
     "lines of the longest file": 500,
-    "config leaf keys": 244,
+    "config leaf keys": 251,
     "config leaf keys without a description": 0,
     "functions from the command line to the loss": 59,
     "functions from the optimizer to the engine": 30,
@@ -41,7 +41,7 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_files(root: Path) -> list[Path]:
-    """Return all source files except `__init__.py` files. Most of these contain only the docstring of their package."""
+    """Return all source files except `__init__.py` files, most of which contain only the docstring of their package."""
     files = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
     return sorted(path for path in files if path.name != "__init__.py")
 

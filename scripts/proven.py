@@ -1,4 +1,4 @@
-"""Writes docs/reference/proven.md: which tests prove each feature, on which devices, and when they last ran on a GPU.
+"""Writes docs/reference/proven.md and docs/reference/families.md: which tests prove each feature and each model family.
 
     python scripts/proven.py [--check]
 
@@ -6,9 +6,9 @@ scripts/proven.json maps each feature to patterns of its tests. A pattern is a f
 a file. A pattern that ends with " on GPUs" or " on several GPUs" counts only on these devices. The key `kinds` has patterns of
 the tests that use replacements for Transformer Engine, CUDA, GPUs or nodes.
 
-The script reads the source of the tests and imports nothing of the project. It fails if a pattern matches no test, if a feature
-has no test, or if a test of tests/gpu belongs to no feature. With --check, it writes nothing, and it also fails if the page is
-not current.
+The script reads the source of the tests, and imports nothing of the project but parallel/dims.py. It fails if a pattern matches
+no test, if a feature has no test, or if a test of tests/gpu belongs to no feature. With --check, it writes nothing, and it also
+fails if a page is not current. scripts/family_page.py explains scripts/families.json, the table of the second page.
 
 The results of runs on GPUs are in benchmarks/results/*.json, such as files that `mrl bench gpu` wrote. Each file has the keys
 `card` (name of the GPU; also as `machine.card`), `date`, `programs` (test, such as "tests/gpu/test_actor.py::test_x" -> "passed"
@@ -16,24 +16,20 @@ or another outcome), and optionally `gpus`, the number of GPUs, which is 1 by de
 """
 
 import argparse
-import ast
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
+
+import family_page
+from found_tests import COLUMNS, CPU, NO_TEST, ONE_GPU, SEVERAL_GPUS, TARGETS, FoundTest, matches, read_tests
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/reference/proven.md")
 TABLE = Path("scripts/proven.json")
 RESULTS = Path("benchmarks/results")
-COLUMNS = ("CPU", "TE stand-in", "simulated GPUs or nodes", "one GPU", "several GPUs")
-CPU, STAND_IN, SIMULATED, ONE_GPU, SEVERAL_GPUS = COLUMNS
-TARGETS = ("`make test`", "`make test-all`", "by hand")
-BY_HAND_MARKERS = {"learning", "slurm", "soak"}
-DEVICES = {"GPUs": (ONE_GPU, SEVERAL_GPUS), "several GPUs": (SEVERAL_GPUS,)}
-NO_TEST, NOT_RUN = "no test", "not yet run"
+NOT_RUN = "not yet run"
 
 HEADER = """\
 # What is proven where
@@ -52,31 +48,6 @@ This page is generated: `python scripts/proven.py` writes it from `scripts/prove
 target contains. The column of a test does not depend on the sizes that it tests: the files say which sizes these are. No column
 says anything about speed.
 """
-
-
-@dataclass(frozen=True)
-class FoundTest:
-    """A test function."""
-
-    path: str  # relative to the checkout
-    name: str
-    markers: frozenset[str] = frozenset()
-    ranks: frozenset[bool] = frozenset({False})  # for each case of a test in tests/gpu, whether it has several ranks
-
-    @property
-    def id(self) -> str:
-        """Return the name that pytest uses, without the parameters of a case."""
-        return f"{self.path}::{self.name}"
-
-    @property
-    def on_gpu(self) -> bool:
-        """Return whether the test also runs on GPUs."""
-        return self.path.startswith("tests/gpu/")
-
-    @property
-    def target(self) -> str:
-        """Return the command that runs the test on a machine without a GPU, or "by hand" (see TARGETS)."""
-        return TARGETS[2 if BY_HAND_MARKERS & self.markers else 1 if "extended" in self.markers or self.on_gpu else 0]
 
 
 @dataclass(frozen=True)
@@ -121,48 +92,6 @@ class GpuRun:
         return f"{self.outcome} on {self.card}, {self.date[:10]}"
 
 
-def matches(test: FoundTest, patterns: Iterable[str], column: str | None = None) -> bool:
-    """Return whether a test matches one of the patterns, and, if `column` is given, whether this pattern counts in the column."""
-    for pattern in patterns:
-        place, _, devices = pattern.partition(" on ")
-        file, _, name = f"tests/{place}".partition("::")
-        counts = column is None or not devices or column in DEVICES[devices]
-        if counts and fnmatchcase(test.path, file) and fnmatchcase(test.name, name or "*"):
-            return True
-    return False
-
-
-def read_tests(root: Path) -> list[FoundTest]:
-    """Read all test functions from their source."""
-    found = []
-    for path in sorted((root / "tests").rglob("test_*.py")):
-        body = ast.parse(path.read_text()).body
-        of_file = _markers(node.value for node in body if isinstance(node, ast.Assign) and _assigns_pytestmark(node))
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                markers = of_file | _markers(node.decorator_list)
-                found.append(FoundTest(str(path.relative_to(root)), node.name, markers, _ranks(node.decorator_list)))
-    return found
-
-
-def _assigns_pytestmark(node: ast.Assign) -> bool:
-    return [ast.unparse(target) for target in node.targets] == ["pytestmark"]
-
-
-def _markers(expressions: Iterable[ast.expr]) -> frozenset[str]:
-    """Return the names X of all `pytest.mark.X` in expressions."""
-    nodes = (node for expression in expressions for node in ast.walk(expression))
-    attributes = (node for node in nodes if isinstance(node, ast.Attribute))
-    return frozenset(node.attr for node in attributes if ast.unparse(node.value) == "pytest.mark")
-
-
-def _ranks(decorators: Iterable[ast.expr]) -> frozenset[bool]:
-    """Return for each ParallelDims(...) in decorators whether it has several ranks; {False} if there is none."""
-    nodes = (node for decorator in decorators for node in ast.walk(decorator))
-    calls = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ParallelDims")
-    return frozenset(bool(call.keywords) for call in calls) or frozenset({False})
-
-
 def read_runs(root: Path) -> dict[str, list[GpuRun]]:
     """Return the runs of each test on GPUs, the latest first.
 
@@ -184,7 +113,7 @@ def read_runs(root: Path) -> dict[str, list[GpuRun]]:
 
 
 def _latest(runs: Iterable[GpuRun], column: str) -> GpuRun | None:
-    """Return the latest run that counts in a column: not a skipped test, and for several GPUs not a run on one GPU."""
+    """Return the latest run that counts in a column. A skipped test never counts. A run on one GPU counts only in ONE_GPU."""
     return next((run for run in runs if run.outcome != "skipped" and (column == ONE_GPU or run.gpus > 1)), None)
 
 
@@ -231,11 +160,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
     arguments = parser.parse_args()
     table, tests = Table(**json.loads((REPOSITORY / TABLE).read_text())), read_tests(REPOSITORY)
-    problems, text, path = table.problems(tests), page(table, tests, read_runs(REPOSITORY)), REPOSITORY / PAGE
-    if not arguments.check:
-        path.write_text(text)
-    elif not path.exists() or path.read_text() != text:
-        problems.append(f"{PAGE} is not current: run `python scripts/proven.py`.")
+    families, problems = family_page.write(REPOSITORY, tests)
+    problems = table.problems(tests) + problems
+    for name, text in ((PAGE, page(table, tests, read_runs(REPOSITORY))), (family_page.PAGE, families)):
+        path = REPOSITORY / name
+        if not arguments.check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            problems.append(f"{name} is not current: run `python scripts/proven.py`.")
     for problem in problems:
         print(problem, file=sys.stderr)
     return int(bool(problems))

@@ -35,7 +35,7 @@ COPIES_TO_HOST = {"tolist", "numpy", "cpu", "__array__"}
 # Functions that make a tensor from Python numbers. On a GPU, the host waits for the copy, because it is from pageable memory.
 COPIES_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 # The function whose copies do not wait on a GPU, because it uses pinned memory: (end of the file's path, function).
-PINNED_COPY = ("parallel/device.py", "copy_to_device")
+PINNED_COPY = ("parallel/device.py", "tensor_to_device")
 
 
 class HostWaits(AbstractContextManager):

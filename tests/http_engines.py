@@ -1,12 +1,15 @@
 """Small HTTP servers that answer like SGLang and can be made to fail in ways that a real server cannot."""
 
 import asyncio
+import json
 import socket
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 from aiohttp import web
+from safetensors.torch import load_file
 
 from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rollout.client import SamplingParams
@@ -42,6 +45,7 @@ class HttpEngine:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
         self.inputs: list[list[int]] = []
         self.seeds: list[int | None] = []
+        self.lora_paths: list[str | None] = []  # of each request
         self.posts = self.busy = self.busiest = self.heartbeats = 0
         self._port = reserve_port()  # stays open after `stop`, so that connections to this port are refused
         self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
@@ -58,6 +62,7 @@ class HttpEngine:
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response(status=self.ready_status)))
             app.router.add_get("/server_info", self.describe)
+            self.add_routes(app.router)
             # With `handler_cancellation`, the handler of a request stops when the client disconnects.
             self._runner = web.AppRunner(app, handler_cancellation=True)
             await self._runner.setup()
@@ -66,6 +71,9 @@ class HttpEngine:
 
         self._loop.run_until_complete(start())
         self._loop.run_forever()
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add further requests that the server answers."""
 
     async def loads(self, request: web.Request) -> web.Response:
         self.heartbeats += self.computing
@@ -84,6 +92,7 @@ class HttpEngine:
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json()
         self.posts += 1
+        self.lora_paths.append(body.get("lora_path"))
         self.inputs += body.get("input_ids", [])
         self.seeds += [params.get("sampling_seed") for params in body.get("sampling_params", [])]
         self.busy += 1
@@ -121,6 +130,66 @@ class HttpEngine:
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
+
+
+class AdapterEngine(HttpEngine):
+    """HTTP server that keeps the LoRA adapters that it gets, as an engine with room for three of them.
+
+    `refuse`: whether it refuses new adapters. `in_use`: whether requests use all adapters for a minute.
+    """
+
+    tp = 2
+    server_info: ClassVar[dict] = dict(
+        device="cpu",
+        dtype="float32",
+        tp_size=tp,
+        ep_size=1,
+        enable_dp_attention=False,
+        internal_states=[{}],
+        max_loras_per_batch=3,
+    )
+
+    def __init__(self, *, refuse: bool = False, in_use: bool = False) -> None:
+        self.refuse, self.in_use = refuse, in_use
+        self.loaded: dict[str, dict[str, Any]] = {}  # name -> matrices A and B by their names in PEFT
+        self.configs: dict[str, dict[str, Any]] = {}  # name -> fields of adapter_config.json
+        self.folders: dict[str, Path] = {}  # name -> folder of the loaded adapters
+        self.load_bytes: list[int] = []  # length of each request to load adapters
+        self.unloaded: list[str] = []
+        self.version = "0"
+        super().__init__()
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/v1/models", self.models)
+        router.add_post("/load_lora_adapter", self.load)
+        router.add_post("/unload_lora_adapter", self.unload)
+        router.add_post("/update_weight_version", self.set_version)
+
+    async def models(self, request: web.Request) -> web.Response:
+        cards = [dict(id="base", parent=None), *(dict(id=name, parent="base") for name in reversed(self.loaded))]
+        return web.json_response({"data": cards})
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.refuse:
+            return web.json_response({"success": False, "error_message": "no room"}, status=400)
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        assert name not in self.loaded and all(path.is_dir() for path in self.folders.values())
+        self.load_bytes.append(request.content_length or 0)
+        self.loaded[name], self.folders[name] = load_file(folder / "adapter_model.safetensors"), folder
+        self.configs[name] = json.loads((folder / "adapter_config.json").read_text())
+        return web.json_response({"success": True, "error_message": ""})
+
+    async def unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        await asyncio.sleep(60 * self.in_use)
+        del self.loaded[name], self.folders[name]
+        self.unloaded.append(name)
+        return web.json_response({"success": True, "error_message": ""})
+
+    async def set_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
 
 
 def spec_of(run_dir, **settings) -> RolloutSpec:

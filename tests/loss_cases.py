@@ -90,3 +90,7 @@ def slopes(function: Callable[[np.ndarray], float], at: np.ndarray, step: float 
         down[k] -= step
         gradient[k] = (function(up) - function(down)) / (2 * step)
     return gradient
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)

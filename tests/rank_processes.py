@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkContext, SpawnContext
 from typing import Any
 
-from mrl.rollout.engines.leases import PortLease
+from mrl.rollout.engines.server import PortLease
 
 
 def run_in_processes(

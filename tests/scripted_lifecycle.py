@@ -12,12 +12,13 @@ from mrl.controller.engine_lifecycle import EngineLifecycle
 Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded) -> reports
 
 
-class ScriptedHost:
+class ScriptedEngineProcesses:
     """Stand-in for a rollout worker. `replace(failed URLs)` returns the URLs of all engines after the replacement."""
 
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
         self.urls, self.replace_engines = urls, replace
         self.pauses: list[bool] = []
+        self.adapters: list[tuple[str, Sequence[str]]] = []  # arguments of all calls of set_adapter
 
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
         return self.urls
@@ -30,6 +31,9 @@ class ScriptedHost:
 
     def set_paused(self, paused: bool) -> None:
         self.pauses.append(paused)
+
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        self.adapters.append((name, urls))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,7 +65,7 @@ def scripted_lifecycle(
         scheduler.register_model(role, model)
         scheduler.mark_started(role)
     lifecycle = EngineLifecycle(
-        host=ScriptedHost(urls, replace),
+        engine_processes=ScriptedEngineProcesses(urls, replace),
         actor=ScriptedRanks(push_weights=push, connect_engines=lambda urls, *_: [connect(urls)]),
         scheduler=scheduler,
         settings=WeightSyncConfig(**settings),

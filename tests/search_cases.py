@@ -4,7 +4,8 @@ import json
 from functools import cache
 from pathlib import Path
 
-from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+from published_dense_configs import ANY, QWEN3_8B
+from published_moe_configs import DEEPSEEK_V3, QWEN3_30B_A3B
 
 from models.architecture import Architecture
 from models.families import family_of

@@ -32,14 +32,27 @@ def positions(segments: list[Segment]) -> list[int]:
     return [starts[number] + place for number, place in tokens_of(segments)]
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], head by head."""
+def dense_attention(
+    *columns: Tensor, segments: list[Segment], window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], head by head.
+
+    A token attends to the last `window` tokens of its sequence, itself included (None: to all). `sinks` [n]: a further logit of
+    each head, whose value is zero.
+    """
+    query, key, value = columns
     mask = torch.from_numpy(visible(segments))
+    if window is not None:
+        position = torch.tensor(positions(segments))
+        mask &= position[:, None] - position[None] < window
     repeat = query.size(1) // key.size(1)
     heads = []
     for head in range(query.size(1)):
         scores = query[:, head] @ key[:, head // repeat].T / query.size(2) ** 0.5
-        heads.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value[:, head // repeat])
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].expand(len(scores), 1)], dim=1)
+        heads.append(scores.softmax(-1)[:, : len(mask)] @ value[:, head // repeat])
     return torch.cat(heads, dim=1)
 
 

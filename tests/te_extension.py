@@ -100,19 +100,27 @@ def te_general_grouped_gemm(
     a, transpose_a, b, transpose_b, out, out_dtype, m_splits, bias, bias_dtype, single_output, gelu_in, grad, workspaces,
     workspace_size, accumulate, split_accumulator, num_sms,
 ):  # fmt: skip
-    """Write one product per expert into `out`, a list of tensors. With `single_output`, all products are rows of `out[0]`."""
-    assert not any(tensor.numel() for tensor in (*gelu_in, *bias)), "experts have no bias and no GELU"
+    """Write one product per expert into `out`, a list of tensors. With `single_output`, all products are rows of `out[0]`.
+
+    Experts without a bias have an empty one. With `grad`, write the gradients of the biases to `bias` instead of adding them.
+    """
+    assert not any(tensor.numel() for tensor in gelu_in), "experts have no GELU"
     start = 0
-    for index, (left, right) in enumerate(zip(a, b, strict=True)):
+    for index, (left, right, own) in enumerate(zip(a, b, bias, strict=True)):
         target = out[0][start : start + len(right)] if single_output else out[index]
         start += len(right)
+        product = _product(left, transpose_a, right, transpose_b)
+        if own.numel() and grad:
+            own.copy_(right.float().sum(0))
+        elif own.numel():
+            product = product + own.float()
         if target.numel():
-            _store(_product(left, transpose_a, right, transpose_b), target, accumulate)
+            _store(product, target, accumulate)
     return bias
 
 
 def rmsnorm_fwd(x, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Return (normalised x, None, reciprocal root mean squares)."""
+    """Return (normalized x, None, reciprocal root mean squares)."""
     assert quantizer is None, "only plain tensors"
     wide = x.float()
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()

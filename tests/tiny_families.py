@@ -25,6 +25,62 @@ LLAMA3_ROPE = dict(
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
+# in Olmo3; the rotary embeddings of layers with and without a window differ in base and scaling
+WINDOWED = dict(
+    num_hidden_layers=4,
+    sliding_window=9,
+    rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=300.0)),
+)
+GEMMA = dict(
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=9,
+    sliding_window_pattern=2,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=2.0),
+        sliding_attention=dict(rope_type="default", rope_theta=300.0),
+    ),
+)
+MINIMAX = dict(
+    head_dim=16,
+    rotary_dim=8,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    use_qk_norm=True,
+    use_routing_bias=True,
+    scoring_func="sigmoid",
+)
+# the limit is so small that it clamps some gates and up projections; layer 0 has a window, and layer 1 has none
+GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    sliding_window=9,
+    swiglu_limit=1.5,
+    rope_parameters=YARN_ROPE | dict(truncate=False),
+)
+# short and long factors of the three pairs that phi3_long rotates; the tests have at most 48 tokens in a sequence
+LONG_ROPE = dict(
+    rope_parameters=dict(
+        rope_type="longrope", rope_theta=5000.0, short_factor=[1.0, 1.3, 2.1], long_factor=[1.5, 4.0, 9.0]
+    ),
+    original_max_position_embeddings=48,
+)
+# two value heads for each key head; keys and values have different numbers of channels; every second layer has attention
+RECURRENT = dict(
+    head_dim=16,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+    linear_conv_kernel_dim=4,
+    full_attention_interval=2,
+    rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
+)
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
+
 SIGMOID_ROUTED_MOE = dict(
     n_routed_experts=12,
     n_shared_experts=2,
@@ -81,8 +137,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "gemma3": ("Gemma3", NO_TOKENS | GEMMA),
+    "gemma3_biased": (
+        "Gemma3",
+        NO_TOKENS | GEMMA | dict(attention_bias=True, tie_word_embeddings=False, num_key_value_heads=4),
+    ),
+    "gpt_oss": ("GptOss", NO_TOKENS | GPT_OSS),
+    "gpt_oss_plain": (
+        "GptOss",
+        NO_TOKENS | GPT_OSS | dict(attention_bias=False, num_key_value_heads=4, tie_word_embeddings=True),
+    ),
+    "minimax_m2": ("MiniMaxM2", NO_TOKENS | MINIMAX),
+    "olmo2": ("Olmo2", NO_TOKENS),
+    "olmo2_biased": ("Olmo2", NO_TOKENS | dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
+    "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
+    "phi3": ("Phi3", NO_TOKENS),
+    "phi3_long": ("Phi3", NO_TOKENS | dict(partial_rotary_factor=0.75, tie_word_embeddings=True) | LONG_ROPE),
+    "qwen3_5": ("Qwen3_5", RECURRENT),
+    "qwen3_5_biased": (
+        "Qwen3_5",
+        RECURRENT
+        | dict(attention_bias=True, linear_num_value_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+        | dict(num_key_value_heads=4),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        RECURRENT
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20),
+    ),
+    "seed_oss": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_out_bias=True, attention_dropout=0.1)),
+    "seed_oss_plain": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_bias=False, mlp_bias=True)),
+    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
     "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
 }
+
+
+def config_class(prefix: str) -> Any:
+    """Return the config class of a language model. The classes Gemma3Config and Qwen3_5Config are for models with images."""
+    import transformers
+
+    return getattr(transformers, f"{prefix}{'Text' * (prefix in ('Gemma3', 'Qwen3_5'))}Config")
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
@@ -92,7 +186,7 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
 
     prefix, fields = FAMILIES[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{prefix}Config")(
+    config = config_class(prefix)(
         **deepcopy(SIZES | fields | overrides)
     )  # a copy, because some config classes change the fields
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
@@ -102,3 +196,83 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in tensor_name else 0.2))
     model.save_pretrained(folder)
     return Path(folder)
+
+
+IMAGE_TOKEN = 40  # the last token of the vocabulary
+_TOWER = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=24,
+    num_heads=2,
+    patch_size=4,
+    out_hidden_size=32,
+    initializer_range=0.2,
+)
+# name -> (prefix of the class names in transformers, fields of text_config in addition to SIZES, fields of vision_config)
+IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        dict(rope_parameters=SIZES["rope_parameters"] | dict(mrope_section=[1, 1, 2])),
+        _TOWER | dict(window_size=16, fullatt_block_indexes=[1]),  # block 0 attends within windows of 4 x 4 patches
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        dict(
+            head_dim=16,
+            rope_parameters=SIZES["rope_parameters"] | dict(mrope_section=[4, 2, 2], mrope_interleaved=True),
+        ),
+        _TOWER | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    ),
+}
+
+
+def image_config(name: str, **overrides: Any) -> Any:
+    """Return the transformers config of a model of IMAGE_FAMILIES. `overrides`: fields of the config, except the nested ones."""
+    import transformers
+
+    prefix, text, tower = deepcopy(IMAGE_FAMILIES[name])
+    return getattr(transformers, f"{prefix}Config")(
+        architectures=[f"{prefix}ForConditionalGeneration"],
+        text_config=deepcopy(SIZES) | text | dict(num_hidden_layers=overrides.pop("num_hidden_layers", 2)),
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=39,
+        vision_start_token_id=37,
+        vision_end_token_id=38,
+        **overrides,
+    )
+
+
+def make_image_family(name: str, folder: str | Path, **overrides: Any) -> Path:
+    """Write a model of IMAGE_FAMILIES to `folder`, and return `folder`. Equal calls write equal weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    config = image_config(name, **overrides)
+    model = getattr(transformers, config.architectures[0])(config)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            if any(part in tensor_name for part in ("norm", "bias", "ln_q", "pos_embed")):
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def prompts_with_images() -> tuple[list[list[int]], list[Any]]:
+    """Return token ids and ImageInputs of four prompts: one image, two images with text between them, no image, one image."""
+    import numpy as np
+
+    from mrl.core.types import ImageInputs
+
+    rng = np.random.default_rng(3)
+    prompts, images = [], []
+    for grids in ([(1, 4, 8)], [(1, 4, 4), (1, 6, 2)], [], [(1, 8, 6)]):
+        prompt = rng.integers(0, 37, 3).tolist()
+        for frames, height, width in grids:
+            prompt += [37, *[IMAGE_TOKEN] * (frames * height * width // 4), 38, *rng.integers(0, 37, 2).tolist()]
+        prompts.append(prompt)
+        patches = sum(frames * height * width for frames, height, width in grids)
+        pixels = rng.normal(size=(patches, 3 * 2 * 4 * 4)).astype(np.float32)
+        images.append(ImageInputs(pixels, np.array(grids, np.int64)) if grids else None)
+    return prompts, images

@@ -1,6 +1,8 @@
-"""Converts checkpoints between Hugging Face and Megatron one tensor at a time, and checks that a conversion is exact.
+"""Converts checkpoints between Hugging Face and Megatron, checks that a conversion is exact, and converts GGUF files.
 
-A conversion needs no model in memory, no process group and no GPU. Only `check_logits` builds models in memory.
+A conversion between Hugging Face and Megatron handles one tensor at a time. It needs no model in memory, no process group and no
+GPU. Only `check_logits` builds models in memory. `from_gguf` converts a GGUF file, the format of llama.cpp, to a Hugging Face
+folder. It dequantizes quantized weights.
 """
 
 from dataclasses import dataclass
@@ -8,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.architecture import Architecture
@@ -26,6 +27,7 @@ from models.conversion.megatron_checkpoint import (
 from models.conversion.resumable_folder import ByteProgress, ResumableFolder, fingerprint, refuse_existing
 from models.families import family_of
 from models.hf_config import HFConfig
+from parallel.durable_files import apply_umask, atomic_folder
 
 LOGITS_LIMIT = 1e-5
 """Limit of `check_logits`: the largest difference must not exceed LOGITS_LIMIT * max(1, largest logit)."""
@@ -44,8 +46,9 @@ def to_megatron(
     conversion was interrupted, a second call resumes it.
 
     Raises:
-        ValueError: the folder is not a complete model of a known family, the output exists, an interrupted conversion had other
-            inputs, or the disk has too little free space.
+        ValueError: the folder is not a complete model of a known family, tensors that Megatron stores as one tensor have
+            different dtypes, the output exists, an interrupted conversion had other inputs, or the disk has too little free
+            space.
     """
     refuse_existing(output)
     weights = HFWeights(config.path.parent)
@@ -88,8 +91,8 @@ def to_hf(
     conversion was interrupted, a second call resumes it.
 
     Raises:
-        ValueError: the checkpoint belongs to another model, the output exists, an interrupted conversion had other inputs, or the
-            disk has too little free space.
+        ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted
+            conversion had other inputs, or the disk has too little free space.
     """
     refuse_existing(output)
     arch = family_of(config).read(config)
@@ -134,7 +137,7 @@ def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | 
         return torch.float32
     if dtype:
         return dtype
-    dtypes = {name: weights.dtypes()[name] for name in row.hf}
+    dtypes = {name: weights.dtype_of(name) for name in row.hf}
     if len(set(dtypes.values())) > 1:
         raise ValueError(
             f"{weights.folder}: Megatron stores {dtypes} in one tensor; choose a common dtype with dtype=."
@@ -147,7 +150,7 @@ class ConversionCheck:
     """Result of one check of a conversion."""
 
     name: str  # the two sides that were compared
-    detail: str
+    detail: str  # the result in words
     passed: bool
 
 
@@ -173,7 +176,7 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
     The comparison uses the dtype of the checkpoint.
 
-    Raises ValueError if the folder is incomplete or the checkpoint belongs to another model.
+    Raises ValueError if the folder or the checkpoint is incomplete or damaged, or if the checkpoint belongs to another model.
     """
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
@@ -194,14 +197,15 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
 
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
-    """Compare the logits of the Megatron model and of transformers for random tokens, in float32 in this process.
+    """Compare the logits of Megatron and of transformers for a sequence of random tokens, in float32 in this process.
 
-    The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
-    check creates a process group and destroys it at the end.
+    The model must be a language model. The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this
+    process has no process group, the check creates a process group and destroys it at the end.
     """
-    vocab = family_of(config).read(config).vocab_size
+    arch = family_of(config).read(config)
+    vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    expected = _transformers_logits(config.path.parent, tokens)
+    expected = _transformers_logits(config, tokens)
     actual = _megatron_logits(config, tokens)[:, :vocab]
     largest = expected.abs().max().item()
     difference = (actual - expected).abs().max().item()
@@ -210,13 +214,15 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
 
 
 @torch.no_grad()
-def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
-    """Return the logits [tokens, vocabulary] of transformers in float32."""
-    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this check needs it
+def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
+    """Return the logits [tokens, vocabulary] of transformers in float32, for tokens without images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # only this check needs the slow import
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    has_vision = family_of(config).read(config).vision is not None
+    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
     return reference(tokens[None]).logits[0]
 
 
@@ -232,19 +238,13 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     from parallel import groups
     from parallel.packing import Segment, pack
 
-    dims, creates_group = ParallelDims(), not dist.is_initialized()
-    if creates_group:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
-        groups.initialize(dims, seed=0)
-    (gpt,) = build_model(config, dims, torch.float32)
-    gpt = gpt.to(device.device()).eval()
-    WeightBridge(config, [gpt], dims).load(HFWeights(config.path.parent))
-    packed = pack([Segment(len(tokens))], device.device())
-    positions = packed.position_ids[None]
-    logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
-    if creates_group:
-        dist.destroy_process_group()
-    return logits
+    with groups.one_process():
+        (gpt,) = build_model(config, ParallelDims(), torch.float32)
+        gpt = gpt.to(device.device()).eval()
+        WeightBridge(config, [gpt], ParallelDims()).load(HFWeights(config.path.parent))
+        packed = pack([Segment(len(tokens))], device.device())
+        positions = packed.position_ids[None]
+        return gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:
@@ -263,3 +263,56 @@ def _tensor_check(name: str, count: int, differing: list[str]) -> ConversionChec
     if differing:
         return ConversionCheck(name, f"{len(differing)} of {count} tensors differ: {', '.join(differing[:3])}", False)
     return ConversionCheck(name, f"{count} tensors equal, byte for byte", True)
+
+
+def from_gguf(source: Path, output: Path, dtype: torch.dtype) -> None:
+    """Write model, tokenizer and chat template of the GGUF file `source` to the folder `output`. Weights get the dtype `dtype`.
+
+    `output` appears when it is complete. Raises ValueError if `source` is not a GGUF file of a model that transformers can
+    read, or if `output` exists.
+    """
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    if not source.is_file() or source.suffix != ".gguf":
+        raise ValueError(f"gguf={source}: no such file; expected a file whose name ends with .gguf.")
+    if output.exists():
+        raise ValueError(f"output={output}: exists already; name another folder.")
+    try:
+        model = _read_model(source).to(dtype)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    except (
+        ValueError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # unknown architecture or bad file
+        raise ValueError(f"gguf={source}: transformers cannot read it: {error}") from error
+    with atomic_folder(output) as partial:
+        if partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            apply_umask(partial)
+
+
+def _read_model(source: Path) -> Any:
+    """Return the model with float32 weights.
+
+    `from_pretrained` with a GGUF file needs the package accelerate, so this function loads the tensors itself. Raises ValueError
+    if the file lacks a weight, or has a weight that the model does not use.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    vars(config).pop("_model_name_or_path", None)  # name of the model in the GGUF file; config.json has no such field
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    if missing := [name for name in missing if name not in tied]:
+        raise ValueError(f"it has no weights for {', '.join(missing[:3])}.")
+    if unexpected:
+        raise ValueError(f"it has weights that the model does not use: {', '.join(unexpected[:3])}.")
+    return model

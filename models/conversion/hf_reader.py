@@ -14,10 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from models.architecture import SCORE_BIAS
+from models.conversion.expert_stacks import (
+    DEQUANTIZED_DTYPE,
+    PACKED_DTYPE,
+    StackPart,
+    dequantize_mxfp4,
+    mxfp4_names,
+    mxfp4_shapes,
+    stack_part,
+    stored_tensors,
+)
 from models.families import family_of
 from models.hf_config import HFConfig
-from parallel.file_hashes import check_folder
+from parallel.durable_files import check_folder
 
 if TYPE_CHECKING:  # the driver reads headers without importing torch
     import torch
@@ -31,6 +43,7 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 _SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # number of bytes at the beginning of a file that contain the length of the header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # parts of each weight file that a fingerprint contains
 _MAP_NORESERVE = 0x4000  # Linux flag: a private mapping may be larger than the free memory
 
 
@@ -107,7 +120,10 @@ def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[byt
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder by name. The files are memory-mapped, so a page is read when it is first used."""
+    """The tensors of a Hugging Face folder by name. The files are memory-mapped, so a page is read when it is first used.
+
+    If a folder stacks the experts of a layer, the tensors also have the names of the table (models/conversion/expert_stacks.py).
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Read the headers of all weight files in `folder`.
@@ -159,42 +175,74 @@ class HFWeights:
         """Return the dtype of every tensor in the spelling of safetensors (F32, BF16, ...), from the file headers."""
         return {name: entry.dtype for name, entry in self._entries.items()}
 
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype of a tensor in the spelling of safetensors. Tensors in MXFP4 are read as bfloat16."""
+        _, stored = self._stored(name)
+        return DEQUANTIZED_DTYPE if len(stored) > 1 else self._entries[stored[0]].dtype
+
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return all(stored in self._entries for stored in self._stored(name)[1])
+
+    def _stored(self, name: str) -> tuple[StackPart | None, tuple[str, ...]]:
+        """Return (part of a stack that the tensor is, names of the stored tensors that contain the part).
+
+        The part is None if the folder stores a tensor of this name, or no such tensor at all.
+        """
+        part = None if name in self._entries else stack_part(name)
+        if part is None:
+            return None, (name,)
+        quantized = mxfp4_names(part.stack)
+        is_quantized = part.stack not in self._entries and quantized[0] in self._entries
+        return part, quantized if is_quantized else (part.stack,)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor, which shares memory with the mapped file. Changes to the tensor are not written to the file."""
+        """Return the tensor, which shares memory with the mapped file. Changes to the tensor are not written to the file.
+
+        A tensor in MXFP4 is dequantized to bfloat16.
+        """
+        part, stored = self._stored(name)
+        tensors = [self._mapped(each) for each in stored]
+        if part is None:
+            return tensors[0]
+        parts = [tensor[part.index] for tensor in tensors]
+        return dequantize_mxfp4(*parts) if len(parts) > 1 else part.oriented(parts[0])
+
+    def _mapped(self, name: str) -> Tensor:
         import torch  # only processes that read tensors import it
 
         entry = self._entries[name]
-        dtype = torch_dtype(entry.dtype)
+        dtype = torch.uint8 if entry.dtype == PACKED_DTYPE else torch_dtype(entry.dtype)
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
         raw = torch.frombuffer(
             self._map(self._file_of[name]), dtype=torch.uint8, count=entry.nbytes, offset=entry.start
         )
-        if entry.start % ITEM_BYTES[entry.dtype]:  # the file format allows unaligned tensors, but torch does not
+        if entry.start % dtype.itemsize:  # the file format allows unaligned tensors, but torch does not
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice."""
-        shape = self._entries[name].shape
+        part = self[name]
+        shape = tuple(part.shape)
         fits = len(starts) == len(sizes) == len(shape) and all(
             start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
         )
         assert fits, f"{name} has shape {shape}: no slice of shape {tuple(sizes)} begins at {tuple(starts)}"
-        part = self[name]
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part.clone()
 
     def release(self, name: str) -> None:
         """Free the memory of the tensor's pages. The next use reads them from disk again."""
-        entry, page = self._entries[name], mmap.ALLOCATIONGRANULARITY
-        first = entry.start // page * page
-        if entry.nbytes:
-            self._map(self._file_of[name]).madvise(mmap.MADV_DONTNEED, first, entry.start + entry.nbytes - first)
+        part, stored = self._stored(name)
+        for each in stored:
+            entry, page = self._entries[each], mmap.ALLOCATIONGRANULARITY
+            size = entry.nbytes if part is None else entry.nbytes // entry.shape[0]
+            start = entry.start if part is None else entry.start + part.index * size
+            first = start // page * page
+            if size:
+                self._map(self._file_of[each]).madvise(mmap.MADV_DONTNEED, first, start + size - first)
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -245,6 +293,22 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
+def weights_fingerprint(folder: str | Path) -> str:
+    """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
+
+    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read.
+    """
+    folder, digest = Path(folder), xxhash.xxh3_128()
+    for path in _weight_files(folder, _read_index(folder)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(size * sample // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
     """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config.
 
@@ -267,7 +331,8 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """
     family = family_of(config)
     arch = family.read(config)
-    expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
+    shapes, dtypes = weights.shapes(), weights.dtypes()
+    expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
     shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
@@ -280,7 +345,7 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
             problems.append(f"{title} {list(shape)} is not in the table of {family.architecture}")
         elif shape != expected[name]:
             problems.append(f"{title} is {list(shape)}, config.json says {list(expected[name])}")
-        elif dtypes[name] not in ITEM_BYTES:
+        elif dtypes[name] not in ITEM_BYTES and not (dtypes[name] == PACKED_DTYPE and name in packed):
             problems.append(f"{title} is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}")
     if problems:
         shown = "; ".join(sorted(problems)[:5])
@@ -289,3 +354,22 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
             "Use the config that belongs to the weights, or download the folder again."
         )
     check_folder(weights.folder)
+
+
+def _expected_tensors(
+    shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Return (name -> shape of each tensor that a folder must have, names of those that contain packed values).
+
+    `shapes`: shapes of the tensors of the table. `found`: shapes of the tensors in the folder, where experts may be in MXFP4.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    packed: set[str] = set()
+    for name, (_, shape) in stored_tensors({name: ("", shape) for name, shape in shapes.items()}).items():
+        if name in found or mxfp4_names(name)[0] not in found:
+            expected[name] = shape
+        else:
+            of_blocks = mxfp4_shapes(name, shape)
+            expected |= of_blocks
+            packed |= of_blocks.keys()
+    return expected, packed

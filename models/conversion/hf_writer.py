@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.architecture import SCORE_BIAS
+from models.conversion.expert_stacks import is_mxfp4, stack_part, stored_name, stored_tensors
 from models.conversion.hf_reader import (
     INDEX,
     ITEM_BYTES,
@@ -31,31 +32,37 @@ MAX_SHARD_BYTES = 2_000_000_000  # default limit for the size of a weight file
 TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
+_COPIED_FILES += ("*preprocessor_config.json", "processor_config.json")  # of image models
 
 
 class HFFolderWriter:
     """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
-    final name when all its tensors are written.
+    final name when all its tensors are written. The tensors have the names of the table. If the folder stacks the experts of a
+    layer, each tensor of an expert is written to its part of the stack (models/conversion/expert_stacks.py).
     """
 
     def __init__(
         self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """`tensors` are all tensors of the folder, in order. A tensor larger than `max_shard_bytes` gets a file of its own."""
+        """`tensors` are all tensors of the table, in order. A tensor larger than `max_shard_bytes` gets a file of its own."""
         self.partial, self.tensors = partial, tensors
-        self._file_of: dict[str, str] = {}
+        stored = stored_tensors(tensors)
+        self._file_of_stored: dict[str, str] = {}
         # file name -> (bytes before the first tensor, tensor name -> header entry)
         self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
-        shards = list(_assign_shards(tensors, max_shard_bytes))
+        shards = list(_assign_shards(stored, max_shard_bytes))
         for number, names in enumerate(shards, 1):
             file = "model.safetensors"
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._layouts[file] = file_layout({name: tensors[name] for name in names})
-            self._file_of |= dict.fromkeys(names, file)
-        self._missing = {file: set(entries) for file, (_, entries) in self._layouts.items()}
+            self._layouts[file] = file_layout({name: stored[name] for name in names})
+            self._file_of_stored |= dict.fromkeys(names, file)
+        self._file_of = {name: self._file_of_stored[stored_name(name)] for name in tensors}
+        self._missing: dict[str, set[str]] = {file: set() for file in self._layouts}
+        for name, file in self._file_of.items():
+            self._missing[file].add(name)
         for file in partial.finished:
             self._missing[file].clear()
         self._open: dict[str, BinaryIO] = {}
@@ -67,10 +74,9 @@ class HFFolderWriter:
     def num_bytes(self, missing_only: bool = False) -> int:
         """Return the total bytes of all tensors; with `missing_only`, only of the tensors that are not written yet."""
         return sum(
-            entry.nbytes
-            for file, (_, entries) in self._layouts.items()
-            for name, entry in entries.items()
-            if not missing_only or name in self._missing[file]
+            math.prod(shape) * ITEM_BYTES[dtype]
+            for name, (dtype, shape) in self.tensors.items()
+            if not missing_only or self.needs(name)
         )
 
     def write(self, name: str, tensor: Tensor) -> int:
@@ -82,8 +88,11 @@ class HFFolderWriter:
         if file not in self._open:
             self._open[file] = self.partial.unfinished(file).open("wb")
             self._open[file].write(prefix)
+        part, start = stack_part(name), entries[stored_name(name)].start
+        if part is not None:
+            tensor, start = part.oriented(tensor), start + part.index * math.prod(shape) * ITEM_BYTES[dtype]
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
-        self._open[file].seek(entries[name].start)
+        self._open[file].seek(start)
         # A storage that NumPy uses cannot be resized any more. Therefore NumPy gets a second storage over the same bytes.
         alias = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
         self._open[file].write(alias.numpy().data)
@@ -91,35 +100,46 @@ class HFFolderWriter:
         if not self._missing[file]:
             self._open.pop(file).close()
             self.partial.finish(file)
-        return entries[name].nbytes
+        return out.nbytes
 
-    def complete(self, source: Path, notes: dict[str, str], fields: dict[str, Any] | None = None) -> None:
-        """Add the index, the config and tokenizer files of `source`, and `notes`. Then rename the folder to its target.
+    def complete(self, source: Path, extra_files: dict[str, str], fields: dict[str, Any] | None = None) -> None:
+        """Add the index, the config and tokenizer files of `source`, and `extra_files`. Then rename the folder to its target.
 
-        `notes` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
+        `extra_files` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
         """
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
         folder = self.partial.folder
         if len(self._layouts) > 1:
-            index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": self._file_of}
+            index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": self._file_of_stored}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         for pattern in _COPIED_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         config = dict(fields or json.loads((folder / "config.json").read_text()))
-        config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
-        config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
+        _set_dtype(config, TORCH_NAMES[main_dtype(self.tensors)])
+        if is_mxfp4(config):  # of the source; the tensors of this folder are not quantized
+            del config["quantization_config"]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name, text in notes.items():
+        for name, text in extra_files.items():
             (folder / name).write_text(text + "\n")
         self.partial.complete()
 
 
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set the dtype in the fields of a config, and in the nested configs of an image model that have one."""
+    config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
+    config["dtype"] = dtype
+    for name in ("text_config", "vision_config"):
+        nested = config.get(name)
+        if isinstance(nested, dict) and nested.keys() & {"dtype", "torch_dtype"}:
+            config[name] = {key: value for key, value in nested.items() if key != "torch_dtype"} | dict(dtype=dtype)
+
+
 def write_export(
-    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, notes: dict[str, str]
+    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, extra_files: dict[str, str]
 ) -> None:
-    """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `extra_files` (file name -> text).
 
     `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. `target` appears
     when it is complete. Raises FileExistsError if `target` exists.
@@ -131,14 +151,14 @@ def write_export(
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
         try:
-            _export(partial, config, tensors, notes)
+            _export(partial, config, tensors, extra_files)
         except BaseException:
             partial.discard()
             raise
 
 
 def _export(
-    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, str]
+    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], extra_files: dict[str, str]
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
@@ -154,7 +174,7 @@ def _export(
     partial.require_space(writer.num_bytes())
     for name, tensor in chain([first], remaining, constants.items()):
         writer.write(name, tensor)
-    writer.complete(config.path.parent, notes, config.fields)
+    writer.complete(config.path.parent, extra_files, config.fields)
 
 
 def tensor_kinds(

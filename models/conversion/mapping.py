@@ -1,15 +1,16 @@
 """Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors).
 
 A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
-rank has the whole tensor.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is
-concatenation along `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions. This module does
-not communicate with other ranks.
+rank has the whole tensor. If a tensor has several sections, each section is split.) Then `merge` combines the shards on one rank
+into a Megatron tensor. The inverse of the first step is concatenation along `axis`, and the inverse of `merge` is `split`.
+Therefore one rule works in both directions. This module does not communicate with other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
@@ -55,6 +56,10 @@ class Box:
     def _ends(self) -> tuple[int, ...]:
         return tuple(map(add, self.starts, self.sizes))
 
+    def contains(self, other: Box) -> bool:
+        """Whether `other` lies in this box."""
+        return self.intersect(other) == other
+
     def within(self, outer: Box) -> Box:
         """Return this box with its indices counted from the start of the box `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
@@ -89,12 +94,17 @@ class ParamMapping:
 
     megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
-    shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, as keys of Architecture.sizes
+    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If there are more shapes than names, the first tensor has
+    # several sections, one after another along dim 0, such as the queries, keys and values in Phi-3.
+    shapes: tuple[tuple[str, ...], ...]
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
-    present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
+    present_in: Literal[
+        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers"
+    ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
+    whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:
@@ -105,39 +115,78 @@ class ParamMapping:
 
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
+    def for_index(self, name: str, index: int) -> ParamMapping:
+        """Return this row with `{name}` in its names replaced by the index of a repeated block of the vision tower."""
+        hf = tuple(each.replace(f"{{{name}}}", str(index)) for each in self.hf)
+        return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
+
+    @property
+    def num_sections(self) -> int:
+        """Number of sections of the first Hugging Face tensor, which tensor parallelism splits separately."""
+        return 1 + len(self.shapes) - len(self.hf)
+
+    def first_section(self, name: str) -> int:
+        """Return the index in `shapes` of the first section of the Hugging Face tensor `name`."""
+        index = self.hf.index(name)
+        return index + self.num_sections - 1 if index else 0
+
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
-        return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
+        shapes = [tuple(sizes[s] for s in shape) for shape in self.shapes]
+        first, others = shapes[: self.num_sections], shapes[self.num_sections :]
+        if len(first) > 1:
+            first = [(sum(shape[0] for shape in first), *first[0][1:])]
+        return dict(zip(self.hf, first + others, strict=True))
 
-    def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
-        """Return for each Hugging Face tensor the boxes of the tensor-parallel ranks.
+    def sections(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
+        """Return the sections of each Hugging Face tensor by name. Most tensors have one section, the whole tensor."""
+        boxes = {name: [Box.whole(shape)] for name, shape in self.hf_shapes(sizes).items()}
+        if self.num_sections > 1:
+            assert self.axis == 0, f"{self.megatron}: a tensor with several sections is split along dim 0"
+            (whole,) = boxes[self.hf[0]]
+            ends = accumulate(self._section_rows(sizes))
+            boxes[self.hf[0]] = [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]
+        return boxes
 
-        The list contains only one box if every rank has the whole tensor.
+    def _section_rows(self, sizes: dict[str, int]) -> list[int]:
+        """Return the number of rows of each section of the first Hugging Face tensor."""
+        return [sizes[shape[0]] for shape in self.shapes[: self.num_sections]]
+
+    def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
+        """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
+
+        There is only one rank in the result if every rank has the whole tensor.
         """
-        boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
-        if self.axis is None or tp_size == 1:
-            return {name: [box] for name, box in boxes.items()}
-        return {name: [self._rank_box(box, rank, tp_size) for rank in range(tp_size)] for name, box in boxes.items()}
+        ranks = 1 if self.axis is None else tp_size
+        return {
+            name: [[self.rank_box(box, rank, ranks) for box in boxes] for rank in range(ranks)]
+            for name, boxes in self.sections(sizes).items()
+        }
 
-    def _rank_box(self, box: Box, rank: int, tp_size: int) -> Box:
-        assert self.axis is not None, "the caller checks that the tensor is split"
-        rows = -(-box.sizes[self.axis] // tp_size)  # the last ranks have padding if the rows do not divide evenly
-        return box.narrow(self.axis, rank * rows, (rank + 1) * rows)
+    def rank_box(self, section: Box, rank: int, ranks: int) -> Box:
+        """Return the part of a section that rank `rank` of `ranks` holds."""
+        if self.axis is None or ranks == 1:
+            return section
+        rows = -(-section.sizes[self.axis] // ranks)  # the last ranks have padding if the rows do not divide evenly
+        first = section.starts[self.axis]
+        return section.narrow(self.axis, first + rank * rows, first + (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        """Combine the shards of the Hugging Face tensors on one rank into the Megatron tensor of the same rank."""
+        """Combine the shards of all sections on one rank into the Megatron tensor of the same rank."""
         (part,) = parts
         return part
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        """Split the Megatron tensor of one rank into shards of the Hugging Face tensors. The inverse of `merge`."""
+        """Split the Megatron tensor of one rank into shards of all sections. The inverse of `merge`."""
         return [tensor]
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
         """Convert whole Hugging Face tensors to the Megatron tensor of tensor-parallel rank `tp_rank`."""
-        if self.axis is None or tp_size == 1:
-            return self.merge([self._padded(t, tp_size) for t in tensors], sizes)
+        if self.num_sections > 1:
+            tensors = [*tensors[0].split(self._section_rows(sizes)), *tensors[1:]]
         padded = [self._padded(t, tp_size) for t in tensors]
+        if self.axis is None or tp_size == 1:
+            return self.merge(padded, sizes)
         return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
 
     def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -148,6 +197,8 @@ class ParamMapping:
         hf_tensors = [
             _cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
         ]
+        if self.num_sections > 1:
+            hf_tensors = [_cat(hf_tensors[: self.num_sections]), *hf_tensors[self.num_sections :]]
         shapes = self.hf_shapes(sizes)
         return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, hf_tensors, strict=True)}
 
@@ -172,7 +223,7 @@ class VocabMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class QKVMapping(ParamMapping):
-    """Query, key and value projections `[heads * d, ...]`, which Megatron stores in one tensor.
+    """Query, key and value projections `[heads * head_dim, ...]`, which Megatron stores in one tensor.
 
     The Megatron tensor is ordered by key/value groups. Each group has its query heads, then its key head and its value head.
     """
@@ -183,10 +234,50 @@ class QKVMapping(ParamMapping):
         return _cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        d, per_group = sizes["head_dim"], sizes["q"] // sizes["kv"]
+        return self._split_groups(tensor, sizes["head_dim"], sizes["q"] // sizes["kv"])
+
+    def _split_groups(self, tensor: Tensor, d: int, per_group: int) -> list[Tensor]:
+        """Split groups of `per_group` query heads (or query heads and gates), a key head and a value head of `d` rows."""
         grouped = tensor.reshape(-1, (per_group + 2) * d, *tensor.shape[1:])
         parts = grouped.split([per_group * d, d, d], dim=1)
         return [p.reshape(-1, *tensor.shape[1:]) for p in parts]
+
+
+@dataclass(frozen=True)
+class GatedQKVMapping(QKVMapping):
+    """Query, key and value projections of attention with an output gate.
+
+    In the Hugging Face tensor, each query head is followed by its gate. In a group of the Megatron tensor, the query heads come
+    before the gates of all these heads.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        d, (query, key, value) = sizes["head_dim"], parts
+        heads = query.unflatten(0, (key.size(0) // d, -1, 2, d)).transpose(1, 2).flatten(0, 3)
+        return super().merge([heads, key, value], sizes)
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        per_group = sizes["q_and_gate"] // sizes["kv"]
+        query, key, value = self._split_groups(tensor, sizes["head_dim"], per_group)
+        heads = query.unflatten(0, (key.size(0) // sizes["head_dim"], 2, -1, sizes["head_dim"])).transpose(1, 2)
+        return [heads.flatten(0, 3), key, value]
+
+
+@dataclass(frozen=True)
+class HeadGroupsMapping(ParamMapping):
+    """Tensors with rows for each group of heads `[groups * rows, ...]`, which Megatron stores in one tensor, group after group.
+
+    A group has the rows of the first tensor or section, then those of the second one, and so on. The number of groups is the size
+    `head_groups`.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        groups = parts[0].size(0) * sizes["head_groups"] // sizes[self.shapes[0][0]]
+        return _cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        rows = [sizes[shape[0]] // sizes["head_groups"] for shape in self.shapes]
+        return [part.flatten(0, 1) for part in tensor.unflatten(0, (-1, sum(rows))).split(rows, 1)]
 
 
 @dataclass(frozen=True)
@@ -198,3 +289,18 @@ class GatedMLPMapping(ParamMapping):
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         return list(tensor.chunk(2, 0))
+
+
+@dataclass(frozen=True)
+class InterleavedMLPMapping(ParamMapping):
+    """Gate and up projections in one tensor with alternating rows: first row of the gate, first row of the up projection, ...
+
+    Megatron stores on each rank the gate shard, then the up shard.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        (rows,) = parts
+        return _cat([rows[::2], rows[1::2]])
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        return [_cat([half.unsqueeze(1) for half in tensor.chunk(2, 0)], 1).flatten(0, 1)]

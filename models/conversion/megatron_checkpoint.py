@@ -1,8 +1,8 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
-chunks. The keys are the Megatron names in the family's table, with two exceptions. Layers are stacked if all have the same
-structure: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
+chunks. The keys are the Megatron names in the family's table, with two exceptions. If a model has no experts, its layers are
+stacked: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
 same way. A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the vocabulary
 may have padding rows, at the end.
 """
@@ -36,8 +36,7 @@ from models.architecture import Architecture
 from models.conversion.mapping import ParamMapping, VocabMapping
 from models.conversion.resumable_folder import ResumableFolder
 from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_checkpoint
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import check_folder
+from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
@@ -47,7 +46,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a checkpoint stores the tensor of a ParamMapping, which is a row of the family's table: `stored[key][index]`.
+    """Where a checkpoint stores the Megatron tensor of a row of the family's table (a ParamMapping): at `stored[key][index]`.
 
     `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
     """
@@ -72,15 +71,20 @@ class TensorLocation:
     @property
     def extra_state(self) -> str | None:
         """Key of the extra state that Megatron stores with a linear layer (FP8 statistics); None if there is no extra state."""
-        if not re.search(r"\.linear_\w+\.weight$", self.key):
+        if not re.search(r"^decoder\..*\.linear_\w+\.weight$", self.key):
             return None
         name = self.key.removesuffix("weight") + "_extra_state"
         return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.counts or (1,)))}"
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model. It stacks no layers if moe_layer_freq has one entry per layer."""
-    return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
+    """Whether Megatron 0.19 stacks the layers of this model.
+
+    It stacks no layers if moe_layer_freq or linear_attention_freq has one entry per layer.
+    """
+    return not any(
+        isinstance(arch.transformer.get(name, 1), list) for name in ("moe_layer_freq", "linear_attention_freq")
+    )
 
 
 def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -96,7 +100,8 @@ class MegatronReader:
         """Validate `folder` and read its metadata.
 
         Raises ValueError if `folder` is not a complete checkpoint of this model, or if a file differs from its hash. Raises
-        ForeignPickleError (a ValueError) if one of the checkpoint's pickles names a type that is not allowed.
+        ForeignPickleError (a ValueError) if one of the checkpoint's pickles names a type that is not allowed, or if a file
+        contains a TorchScript program.
         """
         self.folder, self.arch = Path(folder), arch
         metadata = validate_checkpoint(self.folder)
@@ -156,6 +161,11 @@ class MegatronReader:
 
     def _check_tensors(self, rows: Sequence[ParamMapping]) -> None:
         tensors = {key: tuple(stored.size) for key, stored in self._stored.items()}
+        if any(".lora." in key for key in tensors):
+            raise ValueError(
+                f"checkpoint={self.folder}: it has only LoRA adapters, not the weights of the model; use an exported folder of "
+                "the run, such as hf/, which has the merged weights."
+            )
         problems, known = [], set()
         for row in rows:
             location, shape = self._locate(row), merged_shape(row, self.arch.sizes)

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel.durable_files import apply_umask, fsync_path, write_file
-from parallel.file_hashes import FileHash, hash_file, write_hashes
+from parallel.durable_files import FileHash, apply_umask, fsync_path, hash_file, write_file, write_hashes
 
 _MANIFEST = "conversion.json"
 _UNFINISHED = ".unfinished"
@@ -28,7 +27,7 @@ class ResumableFolder:
     Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores
     `made_from`, the inputs and options from which the files are made. A later process uses the finished files only if its own
     inputs and options are the same. Inside the `with` block, this process has a lock on the folder. A complete folder contains
-    the hashes of its files, see parallel.file_hashes.
+    the hashes of its files, see parallel.durable_files.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
@@ -83,7 +82,10 @@ class ResumableFolder:
         self._write_manifest()
 
     def require_space(self, num_bytes: int) -> None:
-        """Remove unfinished files, then raise ValueError if fewer than `num_bytes` are free on the disk."""
+        """Remove unfinished files, then raise ValueError if fewer than `num_bytes` are free on the disk.
+
+        If no file is finished, the folder is removed before the error is raised.
+        """
         for path in self.folder.glob("*" + _UNFINISHED):
             path.unlink()
         free = shutil.disk_usage(self.folder).free

@@ -1,8 +1,7 @@
 """Loads Hugging Face weights into the ranks of a Megatron model and exports them again, according to the family's table."""
 
-import re
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import lcm
 
 import torch
@@ -11,20 +10,17 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.architecture import OUTPUT_WEIGHT, SCORE_HEAD
+from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
-from models.conversion.mapping import Box, ParamMapping, VocabMapping
+from models.conversion.mapping import Box, ParamMapping
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
 from parallel import groups
 from parallel.dims import ParallelDims
+from parallel.lora import LoraAdapter
+from parallel.param_names import global_names
 
-# Megatron has two naming schemes for experts: sequential experts are separate modules, and grouped experts are parameters of one
-# module, with the index of the expert at the end of the name.
-_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
-# The last pipeline stage has a copy of a tied embedding.
-_TIED_COPY = VocabMapping(OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _HEADS: dict[HeadKind, list[ParamMapping]] = {
     "value": [
         ParamMapping(OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
@@ -45,36 +41,38 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
     family = family_of(config)
     arch = family.read(config)
     rows = {row.megatron: row for row in family.param_mappings(arch)}
-    row = _TIED_COPY if arch.tied_embeddings else rows[OUTPUT_WEIGHT]
+    row = rows[EMBEDDING_WEIGHT if arch.tied_embeddings else OUTPUT_WEIGHT]
     return row.to_megatron([weights[name] for name in row.hf], arch.sizes, group.rank(), group.size()).clone()
 
 
-class WeightBridge:
-    """Converts between the parameters of this rank and Hugging Face tensors, according to the family's table."""
+def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
+    """Return the row of a tied embedding, of which the last pipeline stage has a copy."""
+    return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
+
+
+class ParamBridge:
+    """Converts between parameters of this rank and Hugging Face tensors, according to rows of a table."""
 
     def __init__(
-        self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
+        self,
+        rows: Sequence[ParamMapping],
+        params: dict[str, Tensor],
+        sizes: dict[str, int],
+        dims: ParallelDims,
+        num_experts: int = 0,
+        copies: Sequence[ParamMapping] = (),
     ) -> None:
-        """`chunks` are this rank's virtual stages without a DistributedDataParallel wrapper.
+        """`params`: this rank's parameters by their names in the whole model. `num_experts`: number of experts of a layer.
 
-        Raises AssertionError if the table and the model have different parameters.
+        `copies`: rows of parameters that this rank loads, but does not export. Raises AssertionError if the rows and the
+        parameters of all pipeline stages differ.
         """
-        family = family_of(config)
-        arch = family.read(config)
-        self.family, self.arch = family, arch
-        self.dims, self.sizes = dims, arch.sizes | {"one": 1}
+        self.rows, self.params, self.sizes, self.dims, self.copies = rows, params, sizes, dims, copies
         # number of all experts of a layer, and number of those on each expert-parallel rank
-        self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
-        self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
-        self.rows = family.param_mappings(arch)
-        self.own_head = _HEADS.get(head, [])
-        if self.own_head:
-            self.rows = [row for row in self.rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
-        has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in self.params
-        self.copies = [_TIED_COPY] if has_copy else []
-        self.row_of_megatron = {row.megatron: row for row in [*self.copies, *self.rows]}
+        self.num_experts, self.local_experts = num_experts, num_experts // dims.ep
+        self.row_of_megatron = {row.megatron: row for row in [*copies, *rows]}
         self._stage_of = self._find_stages()
-        self.row_of_hf = {name: row for row in self.rows for name in row.hf}
+        self.row_of_hf = {name: row for row in rows for name in row.hf}
 
     def _find_stages(self) -> dict[str, int]:
         """Return the pipeline stage of each layer, and of each parameter outside the layers.
@@ -92,11 +90,7 @@ class WeightBridge:
 
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
-        """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
-
-        If the model has a value head or a score head but the checkpoint has none, the head keeps its initial values. If a critic
-        starts from a reward model, the weight of its value head is loaded from the score head.
-        """
+        """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time."""
         for row in [*self.rows, *self.copies]:
             param, stored = self.params.get(row.megatron), self._stored_row(row, weights)
             if param is None or stored is None:
@@ -110,10 +104,11 @@ class WeightBridge:
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
         """Return the row whose tensors in `weights` give the parameter of `row`. None: the parameter keeps its initial value."""
-        if row not in self.own_head or row.hf[0] in weights:
-            return row
-        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
-        return SCORE_HEAD if has_score else None
+        return row
+
+    def current(self, param: Tensor) -> Tensor:
+        """Return the current value of a parameter, as it is exported. It may share memory with the parameter."""
+        return param.detach()
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage of the Megatron parameter `name`. The parameter may be on another rank."""
@@ -132,11 +127,12 @@ class WeightBridge:
             nonlocal last
             row = self.row_of_hf[name]
             if last[0] != row.megatron:  # callers usually read the tensors of a row one after another
-                last = (row.megatron, row.split(self.params[row.megatron].detach(), self.sizes))
+                last = (row.megatron, row.split(self.current(self.params[row.megatron]), self.sizes))
             group = _shard_group(row)
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
-            own_box = boxes[group.rank() if len(boxes) > 1 else 0]
-            return last[1][row.hf.index(name)][box.within(own_box).slices]
+            own_boxes = boxes[group.rank() if len(boxes) > 1 else 0]
+            section = next(index for index, own_box in enumerate(own_boxes) if own_box.contains(box))
+            return last[1][row.first_section(name) + section][box.within(own_boxes[section]).slices]
 
         return read
 
@@ -156,12 +152,12 @@ class WeightBridge:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
         `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
-        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers are not exported, because they
-        have no gradient. The yielded tensors may share memory with the parameters, so the caller must use or copy them before
-        the parameters change.
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers and a vision tower that is not
+        trained are not exported, because they have no gradient. The yielded tensors may share memory with the parameters, so the
+        caller must use or copy them before the parameters change.
         """
-        rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
-        tensor_of = tensor_of or Tensor.detach
+        rows = [row for row in self.rows if tensor_of is None or self._has_gradient(row)]
+        tensor_of = tensor_of or self.current
         for row in rows:
             if row.expert is None:
                 shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
@@ -169,6 +165,9 @@ class WeightBridge:
             elif row.expert < self.local_experts:
                 # This call also exports the experts with the same local index on the other expert-parallel ranks.
                 yield from self._export_experts(row, tensor_of, dtype)
+
+    def _has_gradient(self, row: ParamMapping) -> bool:
+        return not row.is_buffer
 
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
@@ -204,6 +203,56 @@ class WeightBridge:
         return shard
 
 
+class WeightBridge(ParamBridge):
+    """Converts between the weights of this rank and Hugging Face tensors, according to the family's table.
+
+    If the model has LoRA adapters, the exported weights are W + (alpha / rank) B A.
+    """
+
+    def __init__(
+        self,
+        config: HFConfig,
+        chunks: list[GPTModel],
+        dims: ParallelDims,
+        head: HeadKind = "vocabulary",
+        train_vision: bool = True,
+    ) -> None:
+        """`chunks` are this rank's virtual stages without a DistributedDataParallel wrapper.
+
+        If `train_vision` is false, the vision tower has no gradients. Raises AssertionError if the table and the model have
+        different parameters.
+        """
+        family = family_of(config)
+        arch = family.read(config)
+        self.family, self.arch, self.train_vision = family, arch, train_vision
+        self.adapters: dict[Tensor, LoraAdapter] = {}  # weight of a linear layer -> its adapter, see models.lora
+        rows = family.param_mappings(arch)
+        self.own_head = _HEADS.get(head, [])
+        if self.own_head:
+            rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
+        params = {name: p for chunk in chunks for name, p in global_names(chunk, arch.num_experts // dims.ep)}
+        has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in params
+        copies = [_copy_of_embedding(rows)] if has_copy else []
+        super().__init__(rows, params, arch.sizes | {"one": 1}, dims, arch.num_experts, copies)
+
+    def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
+        """As in ParamBridge. A head that the checkpoint lacks keeps its initial values.
+
+        If a critic starts from a reward model, the weight of its value head is loaded from the score head.
+        """
+        if row not in self.own_head or row.hf[0] in weights:
+            return row
+        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
+        return SCORE_HEAD if has_score else None
+
+    def _has_gradient(self, row: ParamMapping) -> bool:
+        return super()._has_gradient(row) and (self.train_vision or not row.megatron.startswith(VISION_PREFIX))
+
+    def current(self, param: Tensor) -> Tensor:
+        adapter = self.adapters.get(param)
+        return param.detach() if adapter is None else adapter.merged(param.detach())
+
+
 def _layer_or_name(name: str) -> str:
     """Return the layer of a parameter (such as `decoder.layers.3`), or the parameter's name if it is in no layer."""
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
@@ -220,23 +269,3 @@ def _gather(shard: Tensor, group: ProcessGroup, is_split: bool) -> list[Tensor]:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards
-
-
-def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the whole model, tensor) for the tensors of a virtual stage.
-
-    The names contain the indices of layers and experts in the whole model. The names of sequential experts and of grouped experts
-    have the same form. The tensors are the parameters and the correction biases of the routers. (A checkpoint has no other
-    buffers.)
-    """
-    first_expert = groups.ep_group().rank() * local_experts
-    layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(chunk.decoder.layers)}
-    biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
-    for name, param in chain(chunk.named_parameters(), biases):
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{layer_of[local]}.{rest}"
-        if found := _EXPERT.search(name):
-            expert, matrix = first_expert + int(found[1] or found[4]), found[2] or found[3]
-            name = f"{name[: found.start()]}experts.{expert}.{matrix}.weight"
-        yield name, param

@@ -47,7 +47,7 @@ QKV_BIAS = (
         part="qkv_bias",
     ),
 )
-PROJ_BIAS = (
+OUTPUT_PROJECTION_BIAS = (
     ParamMapping(
         f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_HIDDEN,), part="proj_bias"
     ),
@@ -57,6 +57,16 @@ QK_NORMS = (
     ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_HEAD_DIM,)),
 )
 _POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
+PROJECTION_NORMS = (  # one norm for the queries of all heads together, and one for the keys
+    ParamMapping(f"{_MEGATRON_ATTENTION}.q_projection_norm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (("q",),), 0),
+    ParamMapping(f"{_MEGATRON_ATTENTION}.k_projection_norm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (("kv",),), 0),
+)
+POST_NORMS = (  # norms of the outputs of the attention and of the MLP
+    ParamMapping(f"{_MEGATRON_LAYER}.post_self_attn_layernorm.weight", _POST_NORM, (_HIDDEN,)),
+    ParamMapping(
+        f"{_MEGATRON_LAYER}.post_mlp_layernorm.weight", (f"{_HF_LAYER}.post_feedforward_layernorm.weight",), (_HIDDEN,)
+    ),
+)
 DENSE_MLP = (
     ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_HIDDEN,), present_in="dense_layers"),
     GatedMLPMapping(
@@ -73,6 +83,9 @@ DENSE_MLP = (
         axis=1,
         present_in="dense_layers",
     ),
+)
+MOE_NORM = ParamMapping(  # the norm before the router and the experts
+    f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_HIDDEN,), present_in="moe_layers"
 )
 DENSE_MLP_BIAS = (
     GatedMLPMapping(
@@ -106,16 +119,20 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Defaults of transformers for fields that many families have and that a config may omit. Sizes are never omitted."""
+"""Defaults of transformers for fields that many families have and that a config may omit.
+
+A family adds the defaults of the sizes that its configs may omit, such as `head_dim`. All other sizes must be in the config.
+"""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
+"""Defaults of transformers for the fields that `check_full_attention` reads."""
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of its matrices."""
+    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of an expert's matrices."""
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
-        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_HIDDEN,), present_in="moe_layers"),
+        MOE_NORM,
         ParamMapping(
             f"{_MEGATRON_MLP}.router.weight",
             (f"{prefix}.gate.weight",),
@@ -142,7 +159,7 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Return the `engine_fusions` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
 
-    SGLang stacks the matrices of all experts of a layer in one parameter.
+    SGLang stacks the matrices of all experts of a layer in two parameters: gates and up projections, and down projections.
     """
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
@@ -159,6 +176,43 @@ def check_full_attention(config: HFConfig) -> None:
         raise ValueError(
             f"{config.path}: layer_types={layers!r} is not supported; expected 'full_attention' for each of the "
             f"{config['num_hidden_layers']} layers."
+        )
+
+
+def without_pre_norms(*rows: ParamMapping) -> tuple[ParamMapping, ...]:
+    """Return the rows without the norms before the attention and before the MLP."""
+    return tuple(row for row in rows if not row.megatron.endswith(".layer_norm_weight"))
+
+
+def read_windows(config: HFConfig, full_attention_every: int) -> dict[str, Any]:
+    """Return Megatron's fields for layers with a sliding window. The dict is empty if no layer has a window.
+
+    A token of such a layer attends to itself and to the `sliding_window - 1` tokens before it. If the config does not list the
+    kinds of the layers, every layer whose number is a multiple of `full_attention_every`, counted from 1, has full attention.
+    """
+    window, kinds, count = config["sliding_window"], config["layer_types"], config["num_hidden_layers"]
+    known = ("sliding_attention", "full_attention")
+    if kinds is None:
+        kinds = [known[(number + 1) % full_attention_every == 0] for number in range(count)]
+    if len(kinds) != count or not set(kinds) <= set(known):
+        raise ValueError(
+            f"{config.path}: layer_types={kinds!r} is not supported; expected {' or '.join(known)} for each of the {count} "
+            "layers."
+        )
+    if "sliding_attention" not in kinds:
+        return {}
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"{config.path}: sliding_window={window!r} is not supported; expected a number of tokens.")
+    return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(kind == known[0]) for kind in kinds])
+
+
+def check_no_window(config: HFConfig) -> None:
+    """Raise ValueError if attention has a sliding window that is shorter than max_position_embeddings."""
+    window, context = config["sliding_window"], config["max_position_embeddings"]
+    if window is not None and window < context:
+        raise ValueError(
+            f"{config.path}: sliding_window={window!r} is not supported; expected null, or at least "
+            f"max_position_embeddings={context}."
         )
 
 
@@ -179,10 +233,11 @@ def read_decoder(
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"] or heads
     head_dim = config["head_dim"] or config["hidden_size"] // heads
+    rope = rope or config.rope(head_dim)
     return Architecture(
         vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rope=rope or config.rope(head_dim),
+        max_position_embeddings=rope.longest_sequence(config["max_position_embeddings"]),
+        rope=rope,
         tied_embeddings=config["tie_word_embeddings"],
         transformer=dict(
             num_layers=config["num_hidden_layers"],
@@ -214,11 +269,11 @@ def read_decoder(
     )
 
 
-# MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
-# sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
-# best scores have the largest sum, and then the experts with the best scores in these groups. The outputs of the chosen experts
-# are weighted by their affinities (not by their scores), normalized and scaled. Shared experts process every token and form one
-# MLP.
+# MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is
+# the sigmoid of a logit of the router. The score of an expert is its affinity plus a correction bias. The router first chooses
+# the groups of experts whose two best scores have the largest sum, and then the experts with the best scores in these groups. The
+# weight of a chosen expert is its affinity (not its score), divided by the sum of the affinities of all chosen experts and
+# multiplied by a constant. Shared experts process every token and form one MLP.
 SIGMOID_ROUTED_MOE = (
     *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(
@@ -276,6 +331,9 @@ def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
 
 def _read_expert_groups(config: HFConfig) -> dict[str, int]:
     groups, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    for name, value in dict(n_group=groups, topk_group=chosen, num_experts_per_tok=topk).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{config.path}: {name}={value!r} is not supported; expected a number of 1 or more.")
     if topk < 2:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
     if groups == 1:

@@ -58,5 +58,6 @@ GLM4_MOE = Family(
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    engine_float32=("mlp.gate.weight",),  # the router
     has_mtp_layers=True,
 )

@@ -8,7 +8,7 @@ from models.families.decoder_blocks import (
     DENSE_MLP_BIAS,
     EMBEDDINGS,
     ENGINE_FUSIONS,
-    PROJ_BIAS,
+    OUTPUT_PROJECTION_BIAS,
     QKV_BIAS,
     attention_parts,
     read_decoder,
@@ -18,7 +18,8 @@ from models.hf_config import HFConfig
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a Llama config. Raises ValueError if a value is not supported."""
-    config.expect(rope_interleaved=False)  # some configs contain this field, but transformers ignores it
+    # transformers ignores this field, so only the value without an effect is accepted
+    config.expect(rope_interleaved=False)
     parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
     return read_decoder(config, parts=parts)
 
@@ -26,7 +27,7 @@ def translate(config: HFConfig) -> Architecture:
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     translate=translate,
-    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS
     | dict(attention_bias=False, mlp_bias=False, head_dim=None, num_key_value_heads=None, rope_interleaved=False),

@@ -13,7 +13,7 @@ from models.families.decoder_blocks import (
     EMBEDDINGS,
     ENGINE_FUSIONS,
     FULL_ATTENTION_DEFAULTS,
-    PROJ_BIAS,
+    OUTPUT_PROJECTION_BIAS,
     QK_NORMS,
     QKV_BIAS,
     attention_parts,
@@ -34,7 +34,7 @@ def translate_qwen3(config: HFConfig) -> Architecture:
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     translate=translate_qwen3,
-    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *DENSE_MLP),
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS, *DENSE_MLP),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
     engine_score_has_bias=True,
@@ -63,7 +63,7 @@ QWEN3_MOE = Family(
     translate=translate_moe,
     table=(
         *EMBEDDINGS,
-        *(*ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS),
+        *(*ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS),
         *(*DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
     ),
     engine_fusions=ENGINE_FUSIONS | moe_fusions("gate_proj", "up_proj", "down_proj"),
@@ -83,7 +83,7 @@ QWEN3_MOE = Family(
 def translate_qwen2(config: HFConfig) -> Architecture:
     """Translate a Qwen2 config. Raises ValueError if a value is not supported."""
     check_full_attention(config)
-    config.expect(use_mrope=False)  # configs of text models also contain this field, but transformers ignores it
+    config.expect(use_mrope=False)  # only multimodal models use this field; configs of text models have the value False
     return read_decoder(config, parts=frozenset(["qkv_bias"]))
 
 

@@ -1,5 +1,6 @@
-"""The advantage pipeline. Once per step, it reads the rewards of the whole batch and computes the columns for the losses.
+"""The advantage pipeline. It reads the rewards of a step and computes the columns for the losses.
 
+It runs in the rollout worker, once for each call of Trainer.estimate: usually once per step, for all responses.
 mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
@@ -26,38 +27,43 @@ from mrl.algorithms.inputs import (
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.objective import Objective
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
     """Computes the columns that the losses need: advantages, returns, and the extra columns of the loss and the correction.
 
-    A column [R] has one number for each of the R sampled tokens.
+    A column [R] has one number for each of the R sampled tokens. An extra column is a column that a loss or a correction computes
+    from the whole step, before the step is divided into mini-batches (Loss.extra_columns).
 
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
     computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
+    Offline rows may have an advantage from the config (data.offline.advantage, passed in `ScoredBatch.offline_advantages`). It
+    replaces the estimated advantage after the whitening.
+
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
-    count 0 times are rejected.
+    count 0 times are rejected. A response with an offline advantage is not drawn: it counts once.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
-
-    `ScoredBatch.given_advantages` replaces advantages after the whitening.
     """
 
     advantage: Advantage
     loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
-    mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
+    mask_truncated: bool = False  # exclude responses that the token limit or the turn limit ended (overlong filtering)
     resampling: Resampling | None = None  # None: each response counts once in the loss
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the parts read: columns, "greedy_rewards", and teacher outputs, as in AlgorithmParts.needs."""
+        """Names of what the estimator, the loss and the KL penalty read, as in AlgorithmParts.needs.
+
+        These are names of columns and of teacher outputs, and "greedy_rewards": the reward of a greedy response to each prompt.
+        """
         needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
@@ -79,9 +85,9 @@ class AdvantagePipeline:
         in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
-        if scored.given_advantages is not None:
-            given = np.repeat(scored.given_advantages, scored.lengths)
-            advantages = np.where(np.isnan(given), advantages, given)
+        if scored.offline_advantages is not None:
+            offline = np.repeat(scored.offline_advantages, scored.lengths)
+            advantages = np.where(np.isnan(offline), advantages, offline)
         loss_columns = {"advantages": advantages.astype(np.float32)}
         if returns is not None:
             loss_columns["returns"] = returns.astype(np.float32)
@@ -98,17 +104,26 @@ class AdvantagePipeline:
 
     @staticmethod
     def _draw(
-        resampling: Resampling, scored: ScoredBatch, candidates: NDArray[np.bool_], seed: Sequence[int]
+        resampling: Resampling, scored: ScoredBatch, eligible: NDArray[np.bool_], seed: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return [B]: how often each response counts in the loss; 0 for a response that is not one of the `candidates` [B]."""
-        counts = np.zeros(len(candidates), np.int64)
+        """Return [B]: how often each response counts in the loss; 0 for a response that is not `eligible` [B].
+
+        A response with an offline advantage counts once. It is not drawn, because its reward does not matter, and may be unknown.
+        """
+        offline = scored.offline_advantages
+        candidates = eligible if offline is None else eligible & np.isnan(offline)
+        counts = (eligible & ~candidates).astype(np.int64)
+        if not candidates.any():
+            return counts
         drawn = resampling(scored.rewards[candidates], scored.groups[candidates], np.random.default_rng(seed))
         source = f"algorithm.resampling: {describe_plug_in(resampling)}"
         numbers = to_numbers(drawn, source)
-        if numbers.shape != (candidates.sum(),) or (numbers < 0).any() or (numbers % 1).any():
+        wrong = numbers[(numbers < 0) | (numbers % 1 != 0)]
+        if numbers.shape != (candidates.sum(),) or wrong.size:
+            example = f", which contains {wrong[0]}" if wrong.size else ""
             raise ValueError(
-                f"{source} returned an array of shape {numbers.shape} with values from {numbers.min(initial=0)}; expected a "
-                f"whole number of 0 or more for each of {candidates.sum()} responses."
+                f"{source} returned an array of shape {numbers.shape}{example}; expected {candidates.sum()} whole numbers, each "
+                "0 or more."
             )
         counts[candidates] = numbers
         return counts
@@ -116,7 +131,7 @@ class AdvantagePipeline:
     def with_parts(self, advantage: Advantage | None, loss: Loss | None) -> AdvantagePipeline:
         """Return the pipeline with another estimator or another policy loss. None keeps the present estimator or loss.
 
-        The correction and the KL penalty of an objective stay, unless `loss` is an Objective.
+        A policy loss replaces only the policy loss of the present objective. An Objective replaces the whole objective.
         """
         if loss is not None and isinstance(self.loss, Objective):
             loss = self.loss.with_loss(loss)
@@ -164,10 +179,10 @@ class AdvantagePipeline:
                 )
             return advantages, None
         returns = to_numbers(result.returns, f"{source} (returns)")
-        if returns.shape != batch.rows.shape:
+        if returns.shape != batch.response_of_token.shape:
             raise ValueError(
-                f"{source} returned returns of shape {returns.shape}; expected one number for each of the {len(batch.rows)} "
-                "sampled tokens."
+                f"{source} returned returns of shape {returns.shape}; expected one number for each of the "
+                f"{len(batch.response_of_token)} sampled tokens."
             )
         return advantages, returns
 
@@ -212,13 +227,13 @@ def _advantage_inputs(
         lengths=scored.lengths[nonempty],
         columns=columns,
         greedy_rewards=None if greedy is None else greedy[nonempty],
-        parts={name: values[nonempty] for name, values in scored.parts.items()},
+        reward_parts={name: values[nonempty] for name, values in scored.reward_parts.items()},
     )
 
 
 def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> AdvantageInputs:
     """Return the responses whose tokens are `selected` [R]. `selected` has the same value for all tokens of a response."""
-    rows = np.unique(batch.rows[selected])
+    rows = np.unique(batch.response_of_token[selected])  # indices of the selected responses
     return replace(
         batch,
         token_rewards=batch.token_rewards[selected],
@@ -226,14 +241,14 @@ def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> Ad
         lengths=batch.lengths[rows],
         columns={name: values[selected] for name, values in batch.columns.items()},
         greedy_rewards=None if batch.greedy_rewards is None else batch.greedy_rewards[rows],
-        parts={name: values[rows] for name, values in batch.parts.items()},
+        reward_parts={name: values[rows] for name, values in batch.reward_parts.items()},
     )
 
 
 def _whiten(advantages: NDArray[np.float64], in_loss: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Return advantages [R], normalized with the mean and the unbiased variance of the tokens `in_loss` [R].
 
-    As in verl and trl, 1e-8 is added to the variance. So advantages that differ by less than 1e-4 stay small.
+    As in verl and trl, 1e-8 is added to the variance. So advantages with a standard deviation far below 1e-4 stay near 0.
     """
     if not in_loss.any():
         return advantages

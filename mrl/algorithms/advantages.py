@@ -3,7 +3,8 @@
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
-must be equal in the group.) docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
+must be equal in the group. OptimalTokenBaseline with `zero_tail` is an exception.) docs/concepts/algorithms.md lists the papers.
+mrl.core.types explains the letters B and R.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,10 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of groups. A row is a response. Every method returns one value for each row [B], computed from its group."""
+    """Statistics of groups. Every method returns one value for each row [B], computed from the group of the row.
+
+    A row is a response. In OptimalTokenBaseline, a row is a token, and a group has the tokens with the same index.
+    """
 
     groups: NDArray[np.int64]  # [B] id of the group of each row
 
@@ -107,11 +111,11 @@ class GRPO:
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        centred = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
+        centered = GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
         if self.scale_rewards == "none":
-            return centred
+            return centered
         scaled_together = inputs.groups if self.scale_rewards == "group" else np.zeros_like(inputs.groups)
-        return centred / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
+        return centered / (GroupStatistics(scaled_together).std(inputs.rewards, self.ddof) + self.eps)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,8 @@ class ReMax:
         assert inputs.greedy_rewards is not None, "ReMax needs greedy_rewards"
         if not self.to_go:
             return inputs.rewards - inputs.greedy_rewards
-        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.rows]
+        greedy_rewards = inputs.greedy_rewards[inputs.response_of_token]
+        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - greedy_rewards
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class GPG:
 
     M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
     this. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
-    with `normalize_std`, F_norm is the standard deviation of the group.
+    with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -201,12 +206,12 @@ class GPG:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
         groups = GroupStatistics(inputs.groups)
-        centred, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
+        centered, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
         informative = np.count_nonzero(std)  # B - M
         if not informative:
-            return centred
+            return centered
         scale = len(std) / informative
-        return scale * (centred / (std + self.eps) if self.normalize_std else centred)
+        return scale * (centered / (std + self.eps) if self.normalize_std else centered)
 
 
 @dataclass(frozen=True)
@@ -241,8 +246,8 @@ class PassAtK:
 class LogMeanExp:
     """Reward minus tau log Z, the baseline of OPMD (Kimi k1.5 2025, 2.3.2).
 
-    Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean reward of the group.
-    In practice the authors use the mean reward as baseline, as GRPO with `scale_rewards=none` does.
+    Z is the mean of exp(r / tau) over the group, where r is the reward. For large tau the baseline is close to the mean reward
+    of the group. In practice the authors use the mean reward as baseline, as GRPO with `scale_rewards=none` does.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -277,20 +282,20 @@ class GDPO:
     group_relative: ClassVar[bool] = True
     uses_token_rewards: ClassVar[bool] = False
     weights: Mapping[str, float] = field(default_factory=dict)
-    eps: float = 1e-4
+    eps: float = 1e-4  # added to the standard deviations by which the two normalizations divide
     normalize_batch: bool = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
-        parts = inputs.parts or {"reward": inputs.rewards}
+        parts = inputs.reward_parts or {"reward": inputs.rewards}
         if set(self.weights) - set(parts):
             raise ValueError(
                 f"algorithm.advantage.weights={dict(self.weights)}: the reward has the parts {', '.join(sorted(parts))}."
             )
         groups, total = GroupStatistics(inputs.groups), np.zeros(len(inputs.groups))
         for name, rewards in parts.items():
-            normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
-            total += self.weights.get(name, 1.0) * normalised
+            normalized = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
+            total += self.weights.get(name, 1.0) * normalized
         # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
         # The standard deviation is unbiased, as in the normalization over the group and in trl.
         return total / (total.std(ddof=int(len(total) > 1)) + self.eps) if self.normalize_batch else total
@@ -302,7 +307,7 @@ class GAE:
 
     The advantage of token t is the sum over l of (gamma lam)^l delta[t + l], where
     delta[t] = r[t] + gamma V[t + 1] - V[t], and V = 0 after the last token. The index t counts only sampled tokens: in a
-    multi-turn response, the first token of a turn follows the last token of the previous assistant turn.
+    multi-turn response, the first token of a turn follows the last token of the previous turn.
 
     The critic learns the TD(lambda) return, which is the advantage before whitening plus the value.
     """
@@ -350,10 +355,11 @@ class OptimalTokenBaseline:
     and verl's `optimal_token_baseline` for responses of one turn.
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
-    token is 0. `correction` is for samples of another policy than the old policy. It multiplies the terms of W by the squares of
-    its weights. A token whose old log-probability is NaN adds 0 to W.
+    token is 0. `correction` is for samples of another policy than the old policy: the terms of W are multiplied by the squares of
+    its weights. `batch_normalize` has no effect here, because it multiplies all weights by the same number. A token whose old
+    log-probability is NaN adds 0 to W.
 
-    Raises ValueError for a `correction` with numerator=current.
+    Raises ValueError for a `correction` with numerator=current or with a `veto`.
     """
 
     zero_tail: bool = True
@@ -364,6 +370,11 @@ class OptimalTokenBaseline:
             raise ValueError(
                 "correction.numerator='current': baselines are computed before the optimizer steps, from the weights of the old "
                 "policy; use numerator=old."
+            )
+        if self.correction and self.correction.veto is not None:
+            raise ValueError(
+                f"correction.veto={self.correction.veto}: baselines cannot reject responses; set the veto in "
+                "algorithm.correction, and remove it here."
             )
 
     @property
@@ -394,8 +405,9 @@ class OptimalTokenBaseline:
 
 def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
     """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
-    index = np.arange(len(inputs.rows)) - (np.cumsum(inputs.lengths) - inputs.lengths)[inputs.rows]
-    return GroupStatistics(inputs.groups).index[inputs.rows] * inputs.lengths.max(initial=1) + index
+    response = inputs.response_of_token
+    index = np.arange(len(response)) - (np.cumsum(inputs.lengths) - inputs.lengths)[response]
+    return GroupStatistics(inputs.groups).index[response] * inputs.lengths.max(initial=1) + index
 
 
 @dataclass(frozen=True)
@@ -438,7 +450,7 @@ class OnPolicyDistillation:
 
 @dataclass(frozen=True)
 class NoAdvantage:
-    """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without a policy loss."""
+    """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without `reward_loss`."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     uses_token_rewards: ClassVar[bool] = False

@@ -2,12 +2,12 @@
 
 The policy that sampled a token differs from the policy that is trained: the engine uses other kernels, another precision
 or older weights. A correction gives the loss of each token a weight that compensates for this difference.
-docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
+docs/concepts/corrections.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -126,10 +126,10 @@ class ImportanceSampling:
         else:
             weights = weights[np.cumsum(batch.lengths) - 1]  # one for each response
         mean = weights.mean() if len(weights) else 0.0
-        return {self._scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
+        return {self.scale_column: np.full(len(advantages), 1 / mean if mean > 1e-8 else 1.0, np.float32)}
 
     @property
-    def _scale_column(self) -> str:
+    def scale_column(self) -> str:
         """Name of the column of `extra_columns`. Corrections with other settings have columns with other names."""
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
@@ -141,8 +141,8 @@ class ImportanceSampling:
         old, rollout = (batch.columns[name].astype(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
         log_ratio = np.where(np.isnan(rollout), 0.0, old - rollout)
         if self.level != "token":
-            sums = np.bincount(batch.rows, log_ratio, minlength=len(batch.lengths))
-            log_ratio = (sums / batch.lengths if self.level == "geometric" else sums)[batch.rows]
+            sums = np.bincount(batch.response_of_token, log_ratio, minlength=len(batch.lengths))
+            log_ratio = (sums / batch.lengths if self.level == "geometric" else sums)[batch.response_of_token]
         ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         inside = (ratio >= self.low) & (ratio <= self.high)
         return {
@@ -169,7 +169,7 @@ class ImportanceSampling:
             rejected = rejected | (responses.to_tokens(responses.sum(below)) > 0)
         weights = weights.masked_fill(rejected, 0.0)
         if self.batch_normalize:
-            weights = weights * inputs.columns[self._scale_column]
+            weights = weights * inputs.columns[self.scale_column]
         return weights, _metrics(weights, outside & ~rejected, rejected)
 
 
@@ -257,11 +257,20 @@ class Rejection:
         return weights, _metrics(weights, rejected.new_zeros(rejected.shape), rejected)
 
 
+def _factors(correction: Correction) -> Iterator[Correction]:
+    """Yield the factors of a product, with the factors of nested products. Any other correction is its own only factor."""
+    if not isinstance(correction, Product):
+        yield correction
+        return
+    for part in correction.corrections:
+        yield from _factors(part)
+
+
 def compares_old_policy(correction: Correction) -> bool:
     """Return whether a correction uses the ratio pi_old / pi_rollout. With algorithm.old_logprobs=rollout this ratio is 1."""
-    if isinstance(correction, Product):
-        return any(map(compares_old_policy, correction.corrections))
-    return isinstance(correction, ImportanceSampling | Rejection) and correction.numerator == "old"
+    return any(
+        isinstance(part, ImportanceSampling | Rejection) and part.numerator == "old" for part in _factors(correction)
+    )
 
 
 @dataclass(frozen=True)
@@ -284,9 +293,25 @@ class OffPolicyMask:
 
 @dataclass(frozen=True)
 class Product:
-    """Multiplies the weights of several corrections, for example geometric rejection and weights per token."""
+    """Multiplies the weights of several corrections, for example geometric rejection and weights per token.
+
+    Raises ValueError if two corrections have `batch_normalize` and the same level, mode and bounds, because their columns would
+    have the same name.
+    """
 
     corrections: Sequence[Correction]
+
+    def __post_init__(self) -> None:
+        columns = [
+            part.scale_column
+            for part in _factors(self)
+            if isinstance(part, ImportanceSampling) and part.batch_normalize
+        ]
+        if len(set(columns)) < len(columns):
+            raise ValueError(
+                "two corrections with batch_normalize=True have the same level, mode, low and high, so the ratio of a token "
+                "would count twice; remove one of them."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -317,8 +342,9 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN count only in `mismatch/nan`. `left_out` [R]: whether no engine of the run sampled the token. Such
-    tokens count in no sum. The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
+    the engine reported NaN count only in `mismatch/nan`. `left_out` [R] is true for rows of data.offline.path, whose tokens no
+    engine of the run sampled. These tokens count in no sum. The results are float64 scalars. The caller adds the sums of all
+    micro-batches and ranks.
     """
     # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out

@@ -2,7 +2,8 @@
 
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
 (on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
-compute the divergence (parallel.distillation). mrl.core.types explains the letter R in array dimensions.
+compute the divergence (parallel.distillation). In shapes, R is the number of sampled tokens: in losses, those of a micro-batch on
+one rank (LossInputs); in `extra_columns`, those of the step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
 """Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for its own prompts.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
-    teacher_top_k   ids and log-probabilities of the k most probable tokens
+    teacher_top_k   ids and log-probabilities of the k most probable tokens, and the log-probability of all other tokens together
 """
 
 
@@ -38,22 +39,34 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 """
 
 
+def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
+    """Return whether the algorithm learns from rewards; false for distillation without rewards.
+
+    `advantage`: its advantage estimator. `needs`: what its parts read.
+    """
+    return not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}) or getattr(advantage, "uses_token_rewards", True)
+
+
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
-    """Distillation loss: coef * D(teacher, policy) at each sampled token, plus the loss `policy` if it is given.
+    """Distillation loss: coef * D(teacher, policy) at each sampled token.
+
+    `reward_loss`, a second loss, which learns from rewards, is added if it is given.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
-    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD.
+    The gradient flows through the distribution of the policy, not through the choice of the sampled tokens, as in GKD. An
+    off-policy correction multiplies the whole loss, D included.
 
     With `top_k`, D compares k + 1 probabilities: those of the teacher's k most probable tokens, and the probability of all other
     tokens together. This D is at most the D over the whole vocabulary. Without the probability of all other tokens, D could be
     negative, and the policy would not learn how much probability the teacher gives to the k tokens.
 
-    Raises ValueError for an unknown divergence, for a beta that is not between 0 and 1, and for a `top_k`, `temperature` or
-    `coef` that is not positive.
+    Raises ValueError for an unknown divergence, for js with a beta outside (0, 1), and for a `top_k`, `temperature` or `coef`
+    that is not positive.
     """
 
+    # A response with advantage 0 has a gradient, so training must not skip it.
     zero_without_advantage: ClassVar[bool] = False
 
     divergence: str = "reverse_kl"  # forward_kl, reverse_kl or js
@@ -61,16 +74,16 @@ class Distillation(PolicyLoss):
     top_k: int | None = None  # number of the teacher's most probable tokens; None: the whole vocabulary
     temperature: float | None = None  # temperature of both distributions; None: rollout.temperature
     coef: float = 1.0
-    policy: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect
+    reward_loss: Loss | None = None  # a loss that learns from rewards; None: rewards have no effect
 
     def __post_init__(self) -> None:
-        self.formula()
+        self.divergence_settings()
         for name in ("top_k", "temperature", "coef"):
             value = vars(self)[name]
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value}: must be greater than 0.")
 
-    def formula(self) -> Divergence:
+    def divergence_settings(self) -> Divergence:
         """Return the kind of the divergence, with its beta."""
         if self.divergence not in list(DivergenceKind):
             raise ValueError(f"divergence={self.divergence!r}: expected {', '.join(DivergenceKind)}.")
@@ -78,26 +91,29 @@ class Distillation(PolicyLoss):
 
     @property
     def distillation(self) -> Distillation:
-        """This loss, which tells the output head what to compute in addition to log-probabilities."""
+        """This loss itself. Objective.distillation reads this attribute of any policy loss.
+
+        The loss tells the output head of the actor what to compute in addition to log-probabilities.
+        """
         return self
 
     @property
-    def uses_entropy(self) -> bool:  # type: ignore[bad-override]  # depends on the other loss
-        return self.policy is not None and getattr(self.policy, "uses_entropy", False)
+    def uses_entropy(self) -> bool:  # type: ignore[bad-override]  # depends on reward_loss
+        return self.reward_loss is not None and getattr(self.reward_loss, "uses_entropy", False)
 
     @property
     def uses_logprobs(self) -> bool:
         """Whether the gradient flows through the log-probabilities of the sampled tokens."""
-        return self.policy is not None
+        return self.reward_loss is not None
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
-        """The outputs of the teacher, and the columns of the other loss."""
-        return needs_of(self.policy) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
+        """The outputs of the teacher, and the columns that `reward_loss` needs."""
+        return needs_of(self.reward_loss) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of the other loss."""
-        compute = getattr(self.policy, "extra_columns", None)
+        """Return the extra columns of `reward_loss`."""
+        compute = getattr(self.reward_loss, "extra_columns", None)
         return compute(batch, advantages, rng) if compute else {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,7 +123,7 @@ class Distillation(PolicyLoss):
         if self.top_k:
             metrics |= {f"distill/{name}": inputs.columns[name] for name in DIVERGENCE_OUTPUTS[1:]}
         loss = self.coef * divergence
-        if self.policy is None:
+        if self.reward_loss is None:
             return loss, metrics
-        other, other_metrics = self.policy(inputs)
-        return loss + other, metrics | other_metrics
+        reward_loss, reward_metrics = self.reward_loss(inputs)
+        return loss + reward_loss, metrics | reward_metrics

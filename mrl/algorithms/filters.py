@@ -1,4 +1,4 @@
-"""Choice of the responses on which a step trains, by their rewards: filters of groups, and resampling of responses.
+"""Chooses by rewards on which responses a step trains: rollout filters reject groups, and resampling draws responses.
 
 The rollout worker samples responses to a new prompt in place of each group that a filter rejects. docs/concepts/algorithms.md
 lists the papers. mrl.core.types explains the letters of array dimensions, such as B and G.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class Filter(Protocol):
-    """Interface of a group filter. `rollout.filter._target_` may name any callable of this form.
+    """Interface of a rollout filter. `rollout.filter._target_` may name any callable of this form.
 
     A class may declare the attribute `metric`, which selects the values that the filter gets (see `filter_values`). By
     default it is None.

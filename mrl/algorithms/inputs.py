@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
@@ -24,14 +24,14 @@ class ScoredBatch:
     rewards: NDArray[np.float64]  # [B]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
     turn_rewards: NDArray[np.float64] | None = None
     # name of a part of the reward -> values of this part [B]
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
-    # [B] advantage that replaces the estimator's advantage; NaN: not replaced. None: no advantage is replaced
-    given_advantages: NDArray[np.float64] | None = None
+    # [B] data.offline.advantage of offline rows, which replaces the estimated advantage; NaN, or None for all: not replaced
+    offline_advantages: NDArray[np.float64] | None = None
 
     def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
         """Return the responses for which `rows` [B] is true."""
@@ -41,9 +41,9 @@ class ScoredBatch:
             self.lengths[rows],
             self.truncated[rows],
             None if self.turn_rewards is None else self.turn_rewards[np.repeat(rows, self.lengths)],
-            {name: values[rows] for name, values in self.parts.items()},
+            {name: values[rows] for name, values in self.reward_parts.items()},
             None if self.greedy_rewards is None else self.greedy_rewards[rows],
-            None if self.given_advantages is None else self.given_advantages[rows],
+            None if self.offline_advantages is None else self.offline_advantages[rows],
         )
 
 
@@ -60,15 +60,15 @@ class AdvantageInputs:
     columns: Mapping[str, Column] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @cached_property
     def rewards(self) -> NDArray[np.float64]:
         """[B] sum of the `token_rewards` of each response."""
-        return np.bincount(self.rows, self.token_rewards, minlength=len(self.lengths)).astype(np.float64)
+        return np.bincount(self.response_of_token, self.token_rewards, minlength=len(self.lengths)).astype(np.float64)
 
     @cached_property
-    def rows(self) -> NDArray[np.int64]:
+    def response_of_token(self) -> NDArray[np.int64]:
         """[R] for each token, the index of its response among the B responses."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
@@ -100,17 +100,17 @@ def broadcast_to_tokens(
         ValueError: the shape of `advantages` is neither [B] nor [R].
     """
     if advantages.shape == inputs.lengths.shape:
-        return advantages[inputs.rows]
-    if advantages.shape == inputs.rows.shape:
+        return advantages[inputs.response_of_token]
+    if advantages.shape == inputs.response_of_token.shape:
         return advantages
     raise ValueError(
         f"{source} returned an array of shape {advantages.shape}; expected one number for each of the "
-        f"{len(inputs.lengths)} responses, or for each of their {len(inputs.rows)} sampled tokens."
+        f"{len(inputs.lengths)} responses, or for each of their {len(inputs.response_of_token)} sampled tokens."
     )
 
 
 MAX_LOG_RATIO = 20.0
-"""Largest absolute value of a log-ratio in nats that is exponentiated. verl has the same bound."""
+"""Bound of the absolute value of a log-ratio, in nats: `bounded_exp` clamps larger values. verl has the same bound."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -155,7 +155,9 @@ class LossInputs:
     """Input of a loss or correction. R is the number of sampled tokens of a micro-batch on this rank."""
 
     logprobs: Tensor  # [R] log-probabilities under the current model weights; differentiable
-    old_logprobs: Tensor  # [R] log-probabilities before the first optimizer step on these responses
+    # [R] log-probabilities before the first optimizer step on these responses; with algorithm.old_logprobs=rollout, those that
+    # the engine reported
+    old_logprobs: Tensor
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor

@@ -33,6 +33,7 @@ KL_ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
 The arguments of the function are d = log pi - log pi_ref of a token that pi sampled, and the exponential function of NumPy
 or torch.
 """
+LOSS_KIND, REWARD_KIND = "k3", "k1"  # default estimators; in the loss, k1 has no gradient on average
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class KLPenalty:
     """KL penalty per token: `coef` times an estimate of KL(policy || reference).
 
     The penalty is subtracted from the rewards (algorithm.kl_in_reward) or added to the loss (algorithm.kl_in_loss). On
-    average over samples of the policy, the value of k1, k3 and unbiased is KL(policy || reference). In the loss, the
-    kinds differ in their average gradient:
+    average over samples of the policy, the value of k1, k3 and unbiased is KL(policy || reference). The default of `kind` is
+    k1 in the reward and k3 in the loss, where the kinds differ in their average gradient:
 
-        k1              no gradient on average: in the loss k1 adds only noise, so use k1 in the reward
+        k1              no gradient on average: in the loss k1 adds only noise
         k2              the gradient of KL(policy || reference)
         k3              the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
         abs             twice the gradient of the total variation distance, sum |policy - reference| / 2
@@ -54,30 +55,32 @@ class KLPenalty:
 
     With `target`, the coefficient adapts so that the measured KL per token approaches `target` (Ziegler et al. 2019,
     2.2). One training step multiplies the coefficient by a factor from 1 - c to 1 + c, where c is
-    0.2 * (number of responses in the step) / `horizon`.
+    0.2 * (number of responses in the step) / `horizon`, and at most 0.8, so that the coefficient stays positive.
 
-    Raises ValueError for an unknown kind, and for a target of 0 or less.
+    Raises ValueError for an unknown kind, and for a target or a horizon of 0 or less.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})  # columns that the trainer computes before the loss
     coef: float = 0.001
-    kind: str = "k1"  # key of KL_ESTIMATORS
+    kind: str | None = None  # key of KL_ESTIMATORS; None: k3 in the loss, k1 in the reward
     target: float | None = None  # None: the coefficient is constant
     horizon: int = 10_000  # number of responses; a larger number makes the coefficient change more slowly
 
     def __post_init__(self) -> None:
-        if self.kind not in KL_ESTIMATORS:
+        if self.kind is not None and self.kind not in KL_ESTIMATORS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KL_ESTIMATORS)}.")
         if self.target is not None and self.target <= 0:
             raise ValueError(f"target={self.target}: must be greater than 0, or null for a constant coefficient.")
+        if self.horizon <= 0:
+            raise ValueError(f"horizon={self.horizon}: must be greater than 0.")
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """Return a KL estimate for each of the R sampled tokens, for the loss. The estimates are not multiplied by `coef`."""
-        d = inputs.logprobs - inputs.columns["ref_logprobs"]
-        value = KL_ESTIMATORS[self.kind](d, bounded_exp)
-        if self.kind == "unbiased":
+        d, kind = inputs.logprobs - inputs.columns["ref_logprobs"], self.kind or LOSS_KIND
+        value = KL_ESTIMATORS[kind](d, bounded_exp)
+        if kind == "unbiased":
             return bounded_exp(inputs.logprobs - inputs.old_logprobs) * value
-        if self.kind.endswith("+"):
+        if kind.endswith("+"):
             k2 = KL_ESTIMATORS["k2"](d, None)
             return value.detach() + (k2 - k2.detach())
         return value
@@ -85,17 +88,17 @@ class KLPenalty:
     def values(self, logprobs: Column, ref_logprobs: Column) -> NDArray[np.float64]:
         """Return a KL estimate for each of the R sampled tokens, for the reward. The estimates are not multiplied by `coef`.
 
-        `logprobs` and `ref_logprobs` are columns, which have one number per sampled token. `logprobs` are the
-        log-probabilities under the policy that sampled the tokens.
+        `logprobs` [R] are the old log-probabilities, and `ref_logprobs` [R] are the log-probabilities under the reference.
         """
-        return KL_ESTIMATORS[self.kind](logprobs.astype(np.float64) - ref_logprobs.astype(np.float64), np.exp)
+        estimate = KL_ESTIMATORS[self.kind or REWARD_KIND]
+        return estimate(logprobs.astype(np.float64) - ref_logprobs.astype(np.float64), np.exp)
 
     def next_coef(self, coef: float, measured: float, samples: int) -> float:
         """Return the coefficient after a training step with `samples` responses and the mean KL per token `measured`."""
         if self.target is None:
             return coef
         error = min(max(measured / self.target - 1, -0.2), 0.2)
-        return coef * (1 + error * samples / self.horizon)
+        return coef * (1 + error * min(samples / self.horizon, 4))
 
     def is_active(self, measured: float | None) -> bool:
         """Return True: every step uses the penalty."""

@@ -31,13 +31,16 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
-    The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes needs
-    no columns and has no extra columns. The entropy has no gradient, and responses with advantage 0 are not skipped.
+    The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes needs no columns
+    and has no extra columns. Its input `entropy` has no gradient, and training skips no responses with advantage 0.
     """
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether a response with advantage 0 has loss 0 and gradient 0. If this is true, training skips these responses."""
+        """Whether a response with advantage 0 has loss 0 and gradient 0.
+
+        If this is true, training skips these responses, unless algorithm.skip_zero_advantage is false.
+        """
         ...
 
     @property
@@ -60,7 +63,8 @@ class Loss(Protocol):
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return the loss's own columns [R], which `__call__` then finds in `inputs.columns`.
 
-        This method gets all tokens of the step, before the step is divided into mini-batches.
+        This method gets the whole step, before the step is divided into mini-batches. So here R is the number of sampled tokens
+        of the step.
         """
         ...
 
@@ -92,7 +96,8 @@ class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
 
     With `clip_high` above `clip_low`, the loss has DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
-    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always uses dual_clip = 3.
+    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always clips in this way, by default
+    with 3.
 
     Raises ValueError for a `dual_clip` of 1 or less.
     """
@@ -150,7 +155,7 @@ class SAPO(PolicyLoss):
 
     For on-policy samples, every tau gives the gradient of the plain policy gradient. With a larger tau, the gradient
     falls faster as r moves away from 1. By default, tau is larger for negative advantages. In the paper, all responses
-    have the same loss weight (`algorithm.aggregation=sequence_mean`).
+    have the same weight in the loss (`algorithm.aggregation=sequence_mean`).
     """
 
     tau_positive: float = 1.0  # tau of tokens with A > 0
@@ -248,7 +253,7 @@ class CrossEntropy(PolicyLoss):
 
 
 def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
-    """Return [R]: for each token, its term of the covariance, (log pi - mean log pi) (A - mean A), in float64.
+    """Return [R]: for each token of the step, its term of the covariance, (log pi - mean log pi) (A - mean A), in float64.
 
     Tokens with a large term reduce the entropy (Cui et al. 2025, eq. 10). ClipCov and KLCov select such tokens from all
     tokens of the step, with the log-probabilities before the first optimizer step. So the selection depends neither on

@@ -21,9 +21,9 @@ from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of, to_numbers
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.metrics import check, logged_name
 from mrl.core.types import Column
-from mrl.core.user_code import describe_plug_in
 
 if TYPE_CHECKING:  # the driver builds and checks objectives without torch
     from torch import Tensor
@@ -64,7 +64,11 @@ class EntropyBonus:
         return min(max(coef + (self.step if measured <= self.target else -self.step), 0.0), self.max_coef)
 
     def is_active(self, measured: float | None) -> bool:
-        """Return whether a step uses the bonus: always, or if the entropy `measured` in the last step is at most `target`."""
+        """Return whether a step uses the bonus.
+
+        With `target`, a step uses it only if the entropy `measured` in the last step is at most `target`. Otherwise the result is
+        always true.
+        """
         return self.target is None or (measured is not None and measured <= self.target)
 
 
@@ -257,7 +261,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """Computes the token weights of a mini-batch: an aggregation, and the length limit of a response."""
+    """Computes the token weights of a mini-batch with an aggregation, which may use the length limit of a response."""
 
     aggregation: Aggregation = token_mean
     max_response_tokens: int | None = None  # None: unknown; see AggregationInputs

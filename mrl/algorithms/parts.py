@@ -6,6 +6,7 @@ The class Coefficients has the coefficients of the KL penalties and of the entro
 import difflib
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, Toke
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import AlgorithmConfig, Config, Node
 from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
-from mrl.core.user_code import plug_in_name
+from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
 """Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.
@@ -30,7 +31,7 @@ One forward pass computes all of these columns that the algorithm needs."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
 """Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute the needed columns.
 
-An entry of the key `roles` computes a further column, such as teacher_logprobs.
+Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
 
     old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
     entropies         entropy, in nats, of the distribution of this policy that predicts the token
@@ -80,19 +81,19 @@ class AlgorithmParts:
 
     objective: Objective
     advantage_pipeline: AdvantagePipeline
-    rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
+    rollout_filter: Filter | None  # decides on which groups a step trains; None: on all groups
     needs: frozenset[str]  # what the parts read: names of columns, "greedy_rewards", and names in TEACHER_OUTPUTS
     terms: dict[str, Term]  # the configured terms that have a coefficient; possible keys: kl_reward, kl_loss, entropy
     weighting: TokenWeighting  # computes the weight of each token in the loss
     value_loss: ValueLossFunction  # loss of the critic, if the run has one
 
 
-def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) -> AlgorithmParts:
+def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: further columns that the step of `trainer._target_` needs.
+    `step_needs`: further columns that the step of `trainer._target_` needs: config key of the step or of its argument -> columns.
     """
-    algorithm = config.algorithm
+    algorithm, step_needs = config.algorithm, step_needs or {}
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage", ["inputs"])
@@ -103,7 +104,7 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     advantage_pipeline = AdvantagePipeline(
         advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated, resampling
     )
-    needs = advantage_pipeline.needs | objective.needs | step_needs
+    needs = (advantage_pipeline.needs | objective.needs).union(*step_needs.values())
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
@@ -120,7 +121,7 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     role_columns = {role.column for role in roles_of(config).values() if not role.is_served}
     _check_distillation(config, objective, needs)
     _check_role_columns(config, needs)
-    _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS)
+    _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS, step_needs)
     group_filter = config.rollout.filter
     rollout_filter = instantiate_callable(group_filter, "rollout.filter", ["rewards"]) if group_filter else None
     terms: dict[str, Term | None] = dict(kl_reward=reward_penalty, kl_loss=objective.kl, entropy=objective.entropy)
@@ -135,8 +136,14 @@ def build_algorithm(config: Config, step_needs: frozenset[str] = frozenset()) ->
     )
 
 
-def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset[str]) -> None:
+def _check_needs(
+    needs: frozenset[str], advantage: Advantage, columns: frozenset[str], step_needs: Mapping[str, frozenset[str]]
+) -> None:
     """Raise ValueError if the algorithm needs a column outside `columns`, or a critic that gets no returns."""
+
+    def key_of(names: AbstractSet[str], otherwise: str) -> str:
+        return next((key for key, needed in step_needs.items() if needed & names), otherwise)
+
     if unknown := needs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(
@@ -144,13 +151,14 @@ def _check_needs(needs: frozenset[str], advantage: Advantage, columns: frozenset
                 "log-probabilities of this model."
             )
         raise ValueError(
-            f"algorithm: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names out of "
-            f"{', '.join(sorted(columns))} and greedy_rewards."
+            f"{key_of(unknown, 'algorithm')}: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names "
+            f"out of {', '.join(sorted(columns))} and greedy_rewards."
         )
     if "values" in needs and "values" not in needs_of(advantage):
         raise ValueError(
-            "algorithm.loss or algorithm.correction needs values of a critic, but algorithm.advantage computes no returns that "
-            "the critic could learn; choose an advantage estimator that computes returns, such as GAE."
+            f"{key_of({'values'}, 'algorithm.loss or algorithm.correction')} needs values of a critic, but algorithm.advantage "
+            "computes no returns that the critic could learn; set algorithm.advantage to an advantage estimator that computes "
+            "returns, such as GAE."
         )
 
 

@@ -2,7 +2,7 @@
 
 A loss over pairs trains on rows with a chosen and a rejected response to one prompt. Both responses of a pair are always in one
 micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, and so on.
-Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which the supervised stage uses, the
+Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which supervised training uses, the
 loss of a mini-batch is therefore the mean loss of its pairs. docs/concepts/algorithms.md lists the papers.
 
 Symbols in the formulas:
@@ -204,7 +204,7 @@ class ORPO(PairLoss):
     """Odds ratio preference optimization, without a reference (Hong et al. 2024, eq. 3-7).
 
     The loss of a pair is -log p(y_w) - beta log sigma(log(odds(y_w) / odds(y_l))), where log p(y) = log pi(y) / |y| and
-    odds(y) = p(y) / (1 - p(y)). The paper calls the coefficient lambda. The first term averages over the tokens of each y_w. The
+    odds(y) = p(y) / (1 - p(y)). The paper calls beta lambda. The first term averages over the tokens of each y_w. The
     authors' code averages over the tokens of all y_w of a batch and of their prompts.
 
     Raises ValueError for a `beta` of 0 or less.
@@ -226,7 +226,7 @@ class ORPO(PairLoss):
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) for log p, which is at most LARGEST_MEAN_LOGPROB."""
+    """Return log(p / (1 - p)), computed from log p. Values of log p above LARGEST_MEAN_LOGPROB are clamped."""
     bounded = logprobs.clamp(max=LARGEST_MEAN_LOGPROB)
     return bounded - (-bounded.expm1()).log()
 

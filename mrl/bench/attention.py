@@ -17,7 +17,13 @@ from torch import Tensor
 from mrl.bench.device_rates import peak_memory, seconds_of
 from mrl.bench.model_steps import model_dtype, start_one_rank
 from mrl.bench.sections import SectionJob, Value
-from parallel.attention import PackedAttention, attend_batched, flash_attention_versions, supports_varlen
+from parallel.attention import (
+    PackedAttention,
+    SoftmaxSettings,
+    attend_batched,
+    flash_attention_versions,
+    supports_varlen,
+)
 from parallel.device import capabilities, device
 from parallel.packing import PackedSequences, Segment, pack
 
@@ -28,10 +34,10 @@ class AttentionSizes:
 
     heads: int
     kv_heads: int
-    channels: int
+    channels: int  # channels of one head
     mixed_tokens: int  # tokens of the pack with sequences of mixed lengths
-    prompt: int
-    responses: int
+    prompt: int  # tokens of the prompt in the packs of one group
+    responses: int  # responses in the packs of one group
     response: int  # tokens of each response
 
 
@@ -117,7 +123,7 @@ def attention_kernels(
     The kernel that mrl chooses is the last one, because choosing FlashAttention-3 or 4 changes torch for the whole process.
     """
     varlen, version = supports_varlen(device(), model_dtype()), flash_attention_versions(sizes.channels)[0]
-    scale, whole = sizes.channels**-0.5, pack(segments, device(), in_order=True)
+    scale, whole = sizes.channels**-0.5, pack(segments, device(), chunks_in_token_order=True)
     if varlen and version > 2:
         yield "torch's variable-length FlashAttention-2", _gathering(_torch_varlen(scale), whole)
     if not varlen:
@@ -126,9 +132,16 @@ def attention_kernels(
         shared = any(segment.parent is not None for segment in segments)
         yield from _optional_kernels(job, name, sizes, whole, shared)
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
-    attention = PackedAttention(SimpleNamespace(kv_channels=sizes.channels, attention_dropout=0.0), 1, None, "self")
+    config = SimpleNamespace(
+        kv_channels=sizes.channels,
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        window_size=None,
+        window_attn_skip_freq=None,
+    )
+    attention = PackedAttention(config, 1, None, "self")
     chosen = f"torch's variable-length FlashAttention-{version}" if varlen else "batched"
-    own = pack(segments, device(), in_order=varlen)
+    own = pack(segments, device(), chunks_in_token_order=varlen)
     yield f"{chosen} (mrl's choice)", lambda *inputs: attention(*inputs, packed_seq_params=own)
 
 
@@ -173,7 +186,7 @@ def _gathering(kernel: AttentionKernel, packed: PackedSequences) -> Callable[...
 
 
 def _batched(scale: float) -> AttentionKernel:
-    return lambda query, key, value, packed: attend_batched(query, key, value, packed.calls, scale, 0.0)
+    return lambda query, key, value, packed: attend_batched(query, key, value, packed.calls, SoftmaxSettings(scale))
 
 
 def _torch_varlen(scale: float) -> AttentionKernel:

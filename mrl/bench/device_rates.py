@@ -28,8 +28,8 @@ from torch import Tensor
 
 from models.conversion.mapping import Box
 from mrl.bench.sections import SectionJob, Value
-from mrl.core.installation import CONF
-from mrl.core.processes import end_with_parent
+from mrl.core.code_locations import CONF
+from mrl.core.processes import kill_with_parent
 from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import (
@@ -39,8 +39,7 @@ from mrl.weight_sync.transports import (
     SharedSlotsRecvEndpoint,
 )
 from parallel.device import device, has_cuda, set_threads, synchronize
-from parallel.durable_files import fsync_path
-from parallel.file_hashes import hash_file
+from parallel.durable_files import fsync_path, hash_file
 from parallel.logprobs import linear_logprobs
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -192,7 +191,7 @@ def measure_matrix_products(job: SectionJob) -> None:
 def fp8_product(m: int, k: int, n: int) -> Callable[[], Tensor]:
     """Return a function that computes one product of fp8 matrices with one scale for each matrix."""
     left = torch.randn(m, k, device=device()).to(torch.float8_e4m3fn)
-    right = torch.randn(n, k, device=device()).to(torch.float8_e4m3fn).t()  # the kernel needs columns in memory order
+    right = torch.randn(n, k, device=device()).to(torch.float8_e4m3fn).t()  # the kernel needs column-major order
     scale = torch.ones((), device=device())
     return lambda: torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=has_cuda())
 
@@ -205,8 +204,8 @@ class HeadSizes:
     """Sizes of the output layer and of the chunks of logits."""
 
     positions: int
-    hidden: int
-    vocab: int
+    hidden: int  # hidden size of the model
+    vocab: int  # size of the vocabulary
     # Numbers of positions in a chunk of logits; each is measured. The second is the number that mrl would choose.
     chunks: tuple[int, ...]
 
@@ -223,7 +222,10 @@ CHECKED_POSITIONS = 64  # number of positions at which the results are compared 
 def whole_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, needs_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [T] and entropies [T] (or zeros), computed from all logits [T, V] at once."""
+    """Return log-probabilities [T] and entropies [T] of T positions, computed from all logits [T, V] at once.
+
+    If `needs_entropy` is false, the entropies are zeros.
+    """
     logprobs = F.log_softmax((hidden @ weight.T).float(), -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) if needs_entropy else logprobs.new_zeros(len(hidden))
     return logprobs.gather(1, targets[:, None])[:, 0], entropies
@@ -262,7 +264,7 @@ def measure_head(job: SectionJob) -> None:
 
 
 def head_methods(job: SectionJob, sizes: HeadSizes) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Return name -> function of (hidden, weight, targets) that returns log-probabilities [T], or their sum."""
+    """Return name -> function of (hidden, weight, targets) that returns log-probabilities [T] of T positions, or their sum."""
 
     def chunked(chunk: int, needs_entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -359,7 +361,7 @@ def _receive(connection: Connection):
 
 def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
     """Receive two pushes in a separate process: copy each bucket out of its slot and acknowledge it."""
-    end_with_parent()
+    kill_with_parent()
     set_threads()
     handle, expected = _receive(connection)
     begun = time.perf_counter()

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, python_path
-from mrl.core.processes import end_with_parent
+from mrl.core.code_locations import IS_CHECKOUT, PACKAGE_ROOT, python_path
+from mrl.core.processes import kill_with_parent
 
 POLL_S = 0.1  # time between two reads of the file of a running section
 MACHINE_TIMEOUT_S = 300.0  # longest time to import torch from a slow disk and to start CUDA
@@ -68,6 +68,7 @@ SUMMARY_LINE = re.compile(r"(?:FAILED|ERROR) \S*::(\S+) - (.*)")
 """Line that pytest prints at its end for a test that failed: name, and the first line of the error."""
 
 MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_machine", 0.0)
+"""Section that reports the card and the versions of packages. It runs before SECTIONS."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +370,7 @@ def _restore_sigint() -> None:
 
 def main(spec: SectionSpec) -> int:
     """Run one section in this process. Returns the exit status."""
-    end_with_parent()
+    kill_with_parent()
     with Path(spec.events).open("a") as events:
         job = SectionJob(spec, events)
         try:

@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 
 from models.architecture import Architecture
+from models.conversion.hf_reader import weights_fingerprint
 from mrl.checkpoint.run_dir import check_unused, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json, flatten_config
+from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ SAMPLING_KEYS = (
     "reward",
     "algorithm",
     "optim",
+    "lora",
     "critic",
     "roles",
     "sft",
@@ -45,6 +48,8 @@ NEUTRAL_KEYS = (
     "critic.ddp",
     "roles.*.parallel",
     "roles.*.max_tokens_per_*",
+    "roles.*.num_engines",
+    "roles.*.engine_tp",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
@@ -72,16 +77,43 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-def model_sizes(arch: Architecture) -> dict[str, int]:
-    """Return name -> size. These sizes must equal the sizes of the model in a checkpoint."""
-    return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
+_LORA_RANK, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_base", "train_vision"
+_KEYS = {
+    _LORA_RANK: "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_targets": "lora.targets",
+    "lora_experts": "lora.experts",
+    _TRAIN_VISION: "model.train_vision",
+}
+"""Names of `model_identity` that a config key decides, with the key."""
+
+
+def model_identity(
+    arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False
+) -> dict[str, int | float | str]:
+    """Return name -> value. A checkpoint fits a model only if all these values are equal.
+
+    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have
+    adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in
+    the folder `model_path`.
+    """
+    identity: dict[str, int | float | str] = {}
+    identity.update(arch.sizes)
+    identity.update({"vocabulary": arch.vocab_size, "layers": arch.num_layers})
+    identity.update({_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)})
+    if lora.rank:
+        targets = f"[{','.join(sorted(lora.targets))}]"
+        identity.update(dict(lora_alpha=lora.alpha, lora_targets=targets, lora_experts=int(lora.experts)))
+        identity[_LORA_BASE] = weights_fingerprint(model_path)
+    return identity
 
 
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
     If `check_hashes` is False, only the sizes of the checkpoint's files are compared. This takes less than a second. Raises
-    ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete or damaged.
+    ValueError if the run would overwrite results in the directory, if all checkpoints there are incomplete or damaged, or if
+    `resume` names a folder without a complete and undamaged checkpoint.
     """
     folder = Path(config.run.dir).resolve()
     store = CheckpointStore(folder / "checkpoints")
@@ -105,6 +137,12 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
     return ResumePoint(own or other, other is not None, tuple(changes), frozenset(store.damaged))
 
 
+def continues_from_checkpoint(config: Config) -> bool:
+    """Return whether the run will continue from a checkpoint. Unlike `find_resume_point`, this function compares no hashes."""
+    store = CheckpointStore(Path(config.run.dir).resolve() / "checkpoints")
+    return config.resume not in ("auto", "never") or store.latest() is not None
+
+
 def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
     """Return the command and config of the run in `folder`, from run.json or, if that is damaged, from the newest checkpoint.
 
@@ -122,19 +160,32 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
-    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
+def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | float | str], models: set[str]) -> None:
+    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference).
+
+    `expected`: `model_identity` of the run's actor.
+    """
     if resume.checkpoint is None:
         return
-    path, expected = resume.checkpoint.path, model_sizes(arch)
-    saved = resume.checkpoint.state.get("model", {})
+    path = resume.checkpoint.path
+    # earlier versions of mrl had no adapters and no vision towers
+    saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
+    new_run = "or start a new run: resume=never with another run.dir."
+    for name, key in _KEYS.items():
+        if saved.get(name) != expected.get(name):
+            value = str(bool(saved[name])).lower() if name in (_TRAIN_VISION, "lora_experts") else saved.get(name)
+            raise ValueError(f"{path}: the checkpoint is from a run with {key}={value}; set the key to it, {new_run}")
+    if saved.get(_LORA_BASE) != expected.get(_LORA_BASE):
+        raise ValueError(
+            f"{path}: the adapters in the checkpoint belong to a base model with other weights; set model.path to that model, "
+            f"{new_run}"
+        )
     different = [
         f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size
     ]
     if different:
         raise ValueError(
-            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, or start a "
-            "new run: resume=never with another run.dir."
+            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, {new_run}"
         )
     if removed := sorted(models & set(resume.checkpoint.removed)):
         raise ValueError(

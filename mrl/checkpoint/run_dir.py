@@ -1,30 +1,38 @@
-"""The run directory: its lock, the record of the command and config, and the sample ledger.
+"""The run directory: its lock, the record of the command and config, the file starts.jsonl, and the sample ledger.
 
-Only one process at a time holds the lock. The ledger records on which samples each step trained. With the ledger, one can prove
-that no sample was lost, and that no step trained on a sample twice or on a sample that was too stale.
+Only one process at a time holds the lock. The file starts.jsonl has one line for each start, resume and end of the run. A start
+or resume without an end means that the run goes on, or that its driver was killed. `mrl report` reads commit, packages, hosts and
+command of a run from this file. The ledger records on which samples each step trained. With the ledger, one can prove that no
+sample was lost, and that no step trained on a sample twice or on a sample that was too stale.
 """
 
 import json
 import logging
 import os
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import psutil
 import xxhash
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from mrl.core.jsonl import JsonLinesFile
-from mrl.core.processes import with_variable
-from mrl.core.run_errors import StartError
-from mrl.core.shutdown import end_orphans
+from mrl.config.secrets import redacted
+from mrl.core.jsonl import JsonLinesFile, last_lines
+from mrl.core.processes import end_orphans, with_variable
+from mrl.core.run_errors import PreemptedError, StartError, UnhealthyRunError
 from mrl.core.types import Rollouts
-from parallel.durable_files import write_file
-from parallel.file_hashes import read_sealed_json, sealed_json
+from parallel.durable_files import read_sealed_json, sealed_json, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +46,10 @@ KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 
 @contextmanager
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
+    """Lock the folder for this process, kill processes that an earlier command left behind there, and write run.json.
 
     When the context exits, processes of this command that have lost their parents are ended. Then the lock is released. The
-    kernel also releases it when the process ends. Raises StartError if another process holds the lock.
+    kernel also releases the lock when this process ends. Raises StartError if another process holds the lock.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -191,7 +199,137 @@ def _tokens_by_version(spans: NDArray[np.int64], token_weights: NDArray[np.float
     responses, versions, counts = spans.T
     span_weights, total = token_weights[responses] * counts, float((token_weights[responses] * counts).sum())
     entry = {}
-    for version in np.unique(versions[span_weights > 0]).tolist():
-        selected = (versions == version) & (span_weights > 0)
-        entry[str(version)] = [int(counts[selected].sum()), round(float(span_weights[selected].sum()) / total, 9)]
+    for each in np.unique(versions[span_weights > 0]).tolist():
+        selected = (versions == each) & (span_weights > 0)
+        entry[str(each)] = [int(counts[selected].sum()), round(float(span_weights[selected].sum()) / total, 9)]
     return entry
+
+
+STARTS_FILE = "starts.jsonl"
+PACKAGES = ("mrl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine")
+GIT_TIMEOUT_S = 5.0
+ERROR_CHARACTERS = 2000  # longest error message in an event `end`; the rest is cut off
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """A start, resume or end of a run: one line of starts.jsonl. An end has only time, step, outcome and error."""
+
+    event: str  # start, resume or end
+    time: float  # seconds since 1970
+    step: int  # number of finished steps
+    command: str | None = None
+    commit: str | None = None  # git commit of the working directory; None: no git checkout, or git fails
+    changed_files: int | None = 0  # number of files with changes that are not committed; None: unknown
+    hosts: Sequence[Mapping[str, Any]] = ()  # name, CPUs and GPUs of each host
+    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version
+    outcome: str | None = None  # finished, failed, preempted, interrupted or unhealthy
+    error: str | None = None  # message of the error that ended the run
+
+
+@contextmanager
+def record_run(run_dir: Path, step: int, hosts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Record that a run starts, and how it ends when the context exits. The caller holds the lock of the run directory.
+
+    `step`: number of finished steps in the checkpoint from which the run resumes; 0 for a new run.
+    """
+    commit, changed_files = _git_state()
+    name = "resume" if step else "start"
+    _append(
+        run_dir,
+        RunEvent(name, time.time(), step, _command(), commit, changed_files, hosts, _package_versions()),
+    )
+    outcome, message = "finished", None
+    try:
+        yield
+    except BaseException as error:
+        outcome, message = _outcome(error), f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        # Secrets are removed before the text is shortened: a part of a secret at the end would not be found.
+        shown = _without_secrets([message])[0][:ERROR_CHARACTERS] if message else None
+        _append(run_dir, RunEvent("end", time.time(), _last_step(run_dir, step), outcome=outcome, error=shown))
+
+
+def read_events(run_dir: Path) -> list[RunEvent]:
+    """Return the events of a run in order; [] if none are recorded. Damaged lines are skipped with a warning."""
+    path, events = run_dir / STARTS_FILE, []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        try:
+            events.append(RunEvent(**orjson.loads(line)))
+        except (orjson.JSONDecodeError, TypeError) as error:
+            logger.warning("%s: line %d is damaged and is not used: %s", path, number, error)
+    return events
+
+
+def _append(run_dir: Path, event: RunEvent) -> None:
+    """Append an event. If the file cannot be written, a warning is logged and the run continues."""
+    path = run_dir / STARTS_FILE
+    try:
+        with path.open("ab+") as file:
+            start = (
+                b"\n" if file.tell() and _lacks_line_end(path) else b""
+            )  # a killed process may have written half a line
+            file.write(start + orjson.dumps(asdict(event), option=orjson.OPT_APPEND_NEWLINE))
+    except OSError as error:
+        logger.warning("%s: the %s of the run is not recorded: %s", path, event.event, error)
+
+
+def _lacks_line_end(path: Path) -> bool:
+    return not path.read_bytes().endswith(b"\n")
+
+
+def _outcome(error: BaseException) -> str:
+    """Return the outcome of a run that an exception has ended."""
+    outcomes = {PreemptedError: "preempted", UnhealthyRunError: "unhealthy", KeyboardInterrupt: "interrupted"}
+    return next((outcome for kind, outcome in outcomes.items() if isinstance(error, kind)), "failed")
+
+
+def _last_step(run_dir: Path, first: int) -> int:
+    """Return the last step in metrics.jsonl, or `first` if the file has no step or cannot be read."""
+    try:
+        lines = last_lines(run_dir / "metrics.jsonl", 1)
+        return orjson.loads(lines[0])["step"] if lines else first
+    except (OSError, ValueError, KeyError, TypeError):  # an error here would hide why the run ended
+        return first
+
+
+def _command() -> str:
+    """Return the command line of this process without secrets."""
+    name = Path(sys.argv[0]).stem.removesuffix("_process")
+    # Secrets are removed before the shell quotes are added, because quotes could divide a secret.
+    return shlex.join(["mrl", name, *_without_secrets(sys.argv[1:])])
+
+
+def _without_secrets(texts: Sequence[str]) -> list[str]:
+    """Return texts without secrets and in valid Unicode. A path in another encoding is not valid Unicode."""
+    return [text.encode(errors="backslashreplace").decode() for text in redacted(dict(texts=list(texts)))["texts"]]
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git_state() -> tuple[str | None, int | None]:
+    """Return the commit of the working directory and the number of changed files.
+
+    The commit is None without git or a checkout. The number is None if git fails or does not answer in time.
+    """
+
+    def git(*arguments: str) -> bytes | None:
+        line = ["git", "--no-optional-locks", *arguments]  # a lock would disturb the user's own git commands
+        try:
+            return subprocess.run(line, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    if (commit := git("rev-parse", "HEAD")) is None:
+        return None, 0
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return commit.decode().strip(), None if changed is None else len(changed.splitlines())

@@ -39,8 +39,8 @@ class SavableModel(Protocol):
         """Take a snapshot of the model and begin to write it. If not `asynchronous`, return when the files are written."""
         ...
 
-    def save_finished(self) -> bool:
-        """Return whether every rank has written its part of the checkpoint."""
+    def save_has_ended(self) -> bool:
+        """Return whether every rank has written its part of the checkpoint, or has failed to write it."""
         ...
 
     def finish_save(self, timeout_s: float) -> None:
@@ -86,7 +86,8 @@ class CheckpointSaver:
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
-    discard_rollout_log: Callable[[int], None]  # removes the steps before this step from the rollout log
+    # with the argument n, removes the first n steps of the run from the rollout log
+    discard_rollout_log: Callable[[int], None]
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # number of checkpoints that could not be written
@@ -97,17 +98,18 @@ class CheckpointSaver:
         self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open; `check_in_place` compares it with the path
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint if one is due, and finish a pending checkpoint. A failure is logged, and the run continues.
+        """Begin a checkpoint if one is due, finish a pending checkpoint, and write an export if one is due.
 
-        `state`: state of the driver. `metrics`: metrics of the last step. Raises RunDirMovedError if the run directory was
-        moved, deleted or replaced. The methods `save_now` and `finish` raise this error, too.
+        A failure is logged, and the run continues. `state`: state of the driver. `metrics`: metrics of the last step. Raises
+        RunDirMovedError if the run directory was moved, deleted or replaced. The methods `save_now` and `finish` raise this
+        error, too. Raises ProcessesLostError if trainer ranks died or hang.
         """
         check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule
         if step == 0:
             return
         is_due = bool(schedule.every) and step % schedule.every == 0
-        if self._pending and (is_due or self._is_written()):
+        if self._pending and (is_due or self._write_has_ended()):
             self._attempt(self._finish)
         if is_due and step != self._newest:
             self._attempt(lambda: self._begin(state, metrics.get(schedule.best_metric), schedule.asynchronous))
@@ -160,10 +162,11 @@ class CheckpointSaver:
         for name, model in self.models.items():
             model.begin_save(str(folder / name), asynchronous, self.schedule.timeout_s)
 
-    def _is_written(self) -> bool:
+    def _write_has_ended(self) -> bool:
+        """Return whether every rank's write has ended. After the deadline, return true."""
         assert self._pending, "a save is pending"
         late = time.monotonic() > self._pending.deadline
-        return late or all(model.save_finished() for model in self.models.values())
+        return late or all(model.save_has_ended() for model in self.models.values())
 
     def _finish(self) -> None:
         """Wait for the pending save, and commit it as a checkpoint."""
@@ -195,12 +198,14 @@ class CheckpointSaver:
             logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
 
     def _export(self, folder: Path) -> None:
-        """Write a Hugging Face folder. An existing folder is replaced."""
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        """Write a Hugging Face folder. An existing folder is replaced when the new one is complete."""
+        new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+        for remains in (new, old):
+            shutil.rmtree(remains, ignore_errors=True)
+        self.export(str(new))
         if folder.exists():
             folder.rename(old)
-        self.export(str(folder))
+        new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def _prune_exports(self, step: int) -> None:
@@ -212,5 +217,6 @@ class CheckpointSaver:
             folder = self.run_dir / "exports" / f"step_{old:06d}"
             # Renamed first, so that a kill during the removal leaves no incomplete folder with the old name.
             folder.rename(folder.with_name(f".{folder.name}.old"))
-        for remains in (self.run_dir / "exports").glob(".step_*.old"):
-            shutil.rmtree(remains, ignore_errors=True)
+        for word in ("new", "old"):
+            for remains in (self.run_dir / "exports").glob(f".step_*.{word}"):
+                shutil.rmtree(remains, ignore_errors=True)

@@ -25,16 +25,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.durable_files import fsync_path, rename_durably, write_file
-from parallel.file_hashes import (
+from parallel.durable_files import (
     FileHash,
     find_damage,
+    fsync_path,
     hash_file,
     hash_files,
     hash_stream,
     read_hashes,
     read_sealed_json,
+    rename_durably,
     sealed_json,
+    write_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class CheckpointStore:
     folder: Path
     keep_last: int = 2  # number of newest checkpoints to keep
     keep_last_of: Mapping[str, int] = field(default_factory=dict)  # part -> its own value of `keep_last`
-    keep_best: int = 0  # number of checkpoints to keep in addition: the ones with the highest scores
+    keep_best: int = 0  # number of checkpoints with the highest scores to keep, even if they are old
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints have files with wrong hashes
     _copying: list[threading.Thread] = field(default_factory=list)  # thread of the latest copy
@@ -126,7 +128,7 @@ class CheckpointStore:
         return True
 
     def commit(self, partial: Path, step: int, state: Mapping[str, Any], score: float | None = None) -> Checkpoint:
-        """Turn the folder `partial` into the checkpoint of `step`, then remove old checkpoints.
+        """Turn the folder `partial` into the checkpoint of `step`. Then remove old checkpoints and begin the copy to `copy_to`.
 
         `score`: higher is better. Raises OSError if the disk fails; the caller then abandons `partial`.
         """
@@ -160,8 +162,9 @@ class CheckpointStore:
     def latest_intact(self, *, check_hashes: bool = True) -> Checkpoint | None:
         """Return the newest checkpoint that has all parts, and whose files all have the recorded hashes.
 
-        All other checkpoints are skipped with a warning, and those with wrong hashes are added to `damaged`. The function reads
-        all files of a checkpoint, so it takes time. If `check_hashes` is False, it compares only the sizes of the files.
+        Incomplete and damaged checkpoints are skipped with a warning, and those with wrong hashes are added to `damaged`. The
+        function reads all files of a checkpoint, so it takes time. If `check_hashes` is False, it compares only the sizes of the
+        files.
         """
         if not check_hashes:
             return self.latest()
@@ -194,7 +197,7 @@ class CheckpointStore:
         return [int(name[1]) for name in names if name]
 
     def _prune(self) -> None:
-        """Remove the parts that old checkpoints need not keep. The newest checkpoint keeps all its parts."""
+        """Remove the parts that old checkpoints need not keep. The newest checkpoint and the best ones keep all their parts."""
         complete = list(self._complete())
         scores = {one.step: one.score for one in complete if one.score is not None}
         best = sorted(sorted(scores), key=lambda step: scores[step], reverse=True)[: self.keep_best]

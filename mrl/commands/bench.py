@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.bench.sections import MACHINE, MACHINE_TIMEOUT_S, SECTIONS, SIZES, Bench, Section, SectionResult
-from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT
-from mrl.doctor.gather.nvidia_smi import read_gpus
+from mrl.core.code_locations import IS_CHECKOUT, PACKAGE_ROOT
+from mrl.doctor.gather.host_probe import read_gpus
 
 USAGE = """usage: mrl bench gpu [--device cuda|cpu] [--size full|small|toy] [--sections NAME,NAME] [--minutes N] [--output FILE]
 
@@ -137,7 +137,7 @@ def refusal(device: str, machine: dict[str, Any], result: SectionResult) -> str:
 
 
 def print_results(console: Console, results: Sequence[SectionResult]) -> None:
-    """Print one table with a row for each case, then the measurements that were not possible, and then the errors."""
+    """Print one table with a row for each case. Then, for each section, print what could not be measured, and the errors."""
     table = Table("section", "case", "numbers", show_lines=False)
     for result in results:
         for row in result.rows:

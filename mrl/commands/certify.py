@@ -35,10 +35,11 @@ It takes the keys of `mrl train`, and the keys of the section certify (`mrl conf
 
 run.dir/parity.json lists all differences. docs/tutorials/model.md describes parallel layouts.
 
-engine: starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random prompts. Both
-sides then run a forward pass over prompts and responses, and record the activations of each layer. The command names the first
-place that differs (layer, and part of the layer) and its cause, such as a missing bias, another RoPE base, the order of the
-experts, or stale weights. The exit status is 1 if a difference exceeds its tolerance, and 2 if a process cannot start.
+`mrl certify engine` starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random
+prompts. Both sides then run a forward pass over prompts and responses, and record the activations of each layer. The command
+names the first difference (layer, and place in the layer) and its cause, such as a missing bias, another RoPE base, the order of
+the experts, or stale weights. The exit status is 1 if a difference exceeds its tolerance, and 2 if settings are wrong or a
+process cannot start.
 
   mrl certify engine experiment=quickstart
   mrl certify engine model.path=runs/a/hf certify.prompts=2 --json engine.json
@@ -53,7 +54,7 @@ The trainer's model must fit into the memory of one process.
 _ROW_WIDTH = 110  # width of a table in characters if the output is not a terminal
 
 
-def job(config: Config) -> None:
+def layout_job(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = build_value_loss(config) if config.certify.critic else build_objective(config)
@@ -76,7 +77,8 @@ def job(config: Config) -> None:
         )
         raise SystemExit(1)
     sys.stdout.write(
-        f"equal: all {len(differences)} numbers and tensors agree with those of one process\nall differences: {path}\n"
+        f"equal within tolerances: all {len(differences)} numbers and tensors agree with those of one process\n"
+        f"all differences: {path}\n"
     )
 
 
@@ -88,7 +90,9 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
     kinds: dict[str, list[ParityDifference]] = {}
     for difference in differences:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", difference.name), []).append(difference)
-    table = Table("quantity", "tensors", "largest absolute", "largest relative", "", title=f"{title} / one process")
+    table = Table(
+        "quantity", "tensors", "largest absolute", "largest relative", "", title=f"{title}, compared with one process"
+    )
     for kind, members in kinds.items():
         absolute, relative = (max(getattr(d, name) for d in members) for name in ("absolute", "relative"))
         mark = "equal" if all(d.within for d in members) else "[bold red]DIFFERS"
@@ -105,7 +109,7 @@ def engine_job(config: Config, json_path: str | None) -> None:
     report = build.certify_engine(plan, layout)
     path = Path(json_path or Path(config.run.dir) / "engine.json")
     path.write_text(json.dumps(engine_report_as_json(report), indent=1) + "\n")
-    print_places(report, f"engine / trainer, {config.certify.dtype}")
+    print_places(report, f"engine compared with trainer, {config.certify.dtype}")
     sys.stdout.write(f"{conclusion(report)}\nall differences: {path}\n")
     if report.first is not None:
         raise SystemExit(1)
@@ -117,7 +121,7 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
         equal=report.first is None,
         tokens=report.num_tokens,
         prompts=report.num_prompts,
-        undecided_tokens=report.undecided_tokens,
+        undecided_tokens=report.tokens_with_tied_experts,
         first=asdict(report.first) if report.first else None,
         cause=asdict(report.cause) if report.cause else None,
         differences=[asdict(d) | {"within": d.within} for d in report.differences],
@@ -127,9 +131,9 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
 def conclusion(report: EngineReport) -> str:
     """Return the sentences below the table."""
     left_out = (
-        f" The log-probabilities of {report.undecided_tokens} tokens were not compared, because round-off decides their experts, "
-        "or those of an earlier token."
-        if report.undecided_tokens
+        f" The log-probabilities of {report.tokens_with_tied_experts} tokens were not compared, because round-off decides to "
+        "which experts they, or earlier tokens, are routed."
+        if report.tokens_with_tied_experts
         else ""
     )
     first, cause = report.first, report.cause
@@ -160,7 +164,7 @@ def print_places(report: EngineReport, title: str) -> None:
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
     if "engine" not in argv:
-        return hydra_entry.run(argv, job, USAGE)
+        return hydra_entry.run(argv, layout_job, USAGE)
     words, json_path = [word for word in argv if word != "engine"], None
     if "--json" in words:
         index = words.index("--json")

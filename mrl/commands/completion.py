@@ -7,8 +7,8 @@ from typing import get_args
 
 from mrl.config.search_path import group_files, group_names
 from mrl.config.validate import key_fields
+from mrl.core.code_locations import CONF
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
-from mrl.core.installation import CONF
 
 USAGE = """usage: mrl completion bash|zsh|fish
 

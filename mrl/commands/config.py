@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from mrl.config.schema import Config
 from mrl.config.validate import RENAMED_KEYS, bounds_text, section_type
 from mrl.core import metrics
-from mrl.core.installation import CONF
+from mrl.core.code_locations import CONF
 
 USAGE = """usage: mrl config [WORD ...] [--markdown | --metrics]
 

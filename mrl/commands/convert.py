@@ -53,7 +53,8 @@ Keys of check:
   model.path=DIR       Hugging Face folder, or an id on the Hub
   checkpoint=DIR       Megatron checkpoint that is also compared with the folder, byte for byte
   model.family=FAMILY  model family, if mrl does not include it
-  logits=false         skips the comparison of logits, which needs both models in memory in float32
+  logits=false         skips the comparison of logits, which needs both models in memory in float32. A reward model needs this
+                       key, because it has no logits.
 
 Examples:
   mrl convert to-megatron model.path=Qwen3-1.7B output=Qwen3-1.7B-megatron
@@ -136,7 +137,7 @@ def gguf(arguments: Sequence[str]) -> int:
     parsed = ConvertArguments("from-gguf", arguments, ("gguf", "output", "dtype"))
     source, output = parsed.path("gguf"), parsed.path("output")
     dtype = parsed.optional("dtype", _dtype, None, "float32, float16 or bfloat16")
-    from models.conversion.from_gguf import from_gguf  # it imports torch, which takes seconds
+    from models.conversion.convert_checkpoint import from_gguf  # it imports torch, which takes seconds
 
     from_gguf(source, output, dtype or _dtype("bfloat16"))
     sys.stdout.write(f"{output}: a Hugging Face folder for model.path\n")
@@ -149,6 +150,11 @@ def check(arguments: Sequence[str]) -> int:
     checkpoint = parsed.optional("checkpoint", Path, None, "a folder")
     logits = parsed.optional("logits", {"true": True, "false": False}.__getitem__, True, "true or false")
     config = _config(parsed)
+    if logits and config.is_reward_model:
+        raise ValueError(
+            f"{config.path}: {config.architecture} has a score head in place of an output layer, so there are no logits to "
+            "compare; logits=false skips this check."
+        )
     from models.conversion import convert_checkpoint  # it imports torch, which takes seconds
 
     results = [convert_checkpoint.check_round_trip(config)]

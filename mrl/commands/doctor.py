@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mrl.doctor.checks.software_checks import describe_libraries
+from mrl.doctor.checks.host_checks import describe_libraries
 from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
 from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
 from mrl.doctor.host_facts import Requirements
@@ -38,7 +38,7 @@ To check the hosts of a job, start one process on each host before Ray starts:
   --hosts        number of hosts. Default: the number that Slurm reports.
   --rank         rank of this host. Default: the rank that Slurm reports, otherwise the first free rank.
   --deadline     seconds until all hosts must have joined, and the same time again for the all-reduces. Default: 60.
-  --point        folder of one run of a sweep. The doctor checks the keys of this run; give no KEY=VALUE arguments.
+  --point        folder of one run of a sweep. The doctor checks the keys of this run; give no other keys.
   --config-dir   folder with your own config groups, as for mrl train
   --json         prints facts and findings as JSON
 
@@ -140,6 +140,12 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
     wrong = [key for key in arguments.keys if "=" not in key and not key.startswith("~")]
     if wrong:
         sys.stderr.write(f"mrl doctor: {wrong[0]!r} is not of the form KEY=VALUE; see mrl doctor --help\n")
+        return 2
+    if arguments.point and (given := [*arguments.keys, *arguments.config_dir]):
+        sys.stderr.write(
+            f"mrl doctor: {given[0]!r} with --point={arguments.point}: the doctor checks the keys of this run of a sweep; leave "
+            "out one of the two arguments.\n"
+        )
         return 2
     try:
         report, prints_report = examine(arguments, clock)

@@ -10,11 +10,17 @@ from mrl.commands import generate
 from mrl.commands.convert import ConvertProgressBar
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.evaluation.comparison import SCORES, Comparison, read_scores
 from mrl.evaluation.evaluate_responses import PICTURE, REPORT, evaluate, write_evaluation, write_harness_results
 from mrl.evaluation.evaluation_prompts import checked_rewards
-from mrl.evaluation.evaluation_summary import EvaluationSummary, IntervalEstimate, choose_k
-from mrl.evaluation.generation_plan import plan_generation
+from mrl.evaluation.evaluation_summary import (
+    SCORES,
+    Comparison,
+    EvaluationSummary,
+    IntervalEstimate,
+    choose_k,
+    read_scores,
+)
+from mrl.evaluation.generation import plan_generation
 from mrl.evaluation.harness import HarnessError, HarnessPlan, HarnessResult, plan_harness, run_harness
 from mrl.weight_sync.engine_control import EngineError
 
@@ -137,9 +143,9 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
     console.print(table)
     for summary in summaries:
         tokens = "" if summary.mean_tokens is None else f" of {summary.mean_tokens:.1f} tokens on average"
-        cut = "" if summary.cut_fraction is None else f"{summary.cut_fraction:.1%} truncated, "
+        truncated = "" if summary.truncated_fraction is None else f"{summary.truncated_fraction:.1%} truncated, "
         console.print(
-            f"{summary.name}: {summary.responses} responses{tokens}; {cut}{summary.failed_fraction:.1%} not scored, "
+            f"{summary.name}: {summary.responses} responses{tokens}; {truncated}{summary.failed_fraction:.1%} not scored, "
             f"{summary.unanswered_fraction:.1%} without an answer"
         )
 

@@ -10,8 +10,7 @@ from mrl.commands.convert import ConvertProgressBar
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.evaluation.engines import engine_pools
-from mrl.evaluation.generation import generate
-from mrl.evaluation.generation_plan import GenerationPlan, describe_determinism, plan_generation
+from mrl.evaluation.generation import GenerationPlan, describe_determinism, generate, plan_generation
 from mrl.launch import slurm_job
 from mrl.placement.device_map import idle_gpus_of_job
 from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count

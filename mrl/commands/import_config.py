@@ -198,7 +198,10 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line without the brackets of an array. An empty line, or the end of an array, adds "--"."""
+    """Return the words of a line without the brackets of an array. At an empty line, or at the end of an array, add "--".
+
+    The word "--" ends the option before it: later words are not arguments of this option.
+    """
     ends = not line.strip() or line.rstrip().endswith(")")
     return [*_split(re.sub(r"^\s*\w+=\(|(?<!\))\)\s*$", " ", line)), *(["--"] if ends else [])]
 

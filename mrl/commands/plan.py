@@ -14,6 +14,7 @@ from mrl.config import hydra_entry
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.controller.memory_check import MemoryAdvice, MemoryEstimator, advise
+from mrl.controller.plan_adapters import AdapterPush
 from mrl.controller.plan_models import check_planned_transport
 from mrl.controller.plan_tools import plan_placement, plan_sync
 from mrl.placement.device_map import DeviceMap, draw_device_map, planned_device_map, render_device_map, summarize
@@ -75,7 +76,7 @@ COLUMNS = {
     "kv cache": "kv",
     "engine's weights": "engine",
     "buckets": "buckets",
-    "context": "other",
+    "reserve": "other",
 }
 """Part of the GPU memory -> heading of its column in the table."""
 BAR_WIDTH = 10  # characters of the bar that shows how full a GPU is
@@ -120,6 +121,9 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
     gb_per_s = config.plan.weight_sync_gb_per_s
     speeds = LinkSpeeds(gb_per_s, gb_per_s, config.plan.message_us)
     model = sync.model
+    if sync.adapters is not None:
+        show_adapter_push(sync.adapters, sync.transfers.sent_bytes, gb_per_s)
+        return
     cost = estimate_transfer_cost(sync.transfers, model.dims.world_size, speeds, shared, sync.steps)
     how = "written once and read by every engine on the machine" if shared else "sent to each engine rank"
     if sync.engine_hosts is not None:
@@ -132,6 +136,15 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
             "each engine rank from the trainer rank on its own GPU"
         )
     show_transfer_cost(cost, f"{model.model_path} over {model.dims}", how)
+
+
+def show_adapter_push(push: AdapterPush, merged_bytes: int, gb_per_s: float) -> None:
+    """Print the bytes of a push of adapters. `merged_bytes`: bytes of a push of all weights, for comparison."""
+    _console().print(
+        f"{push.nbytes:,} bytes: trainer rank 0 writes {push.num_matrices:,} matrices of LoRA adapters to a folder in run.dir, "
+        f"which each of {push.num_readers} engine ranks reads; weight_sync.lora=merged would send {merged_bytes:,} bytes\n"
+        f"predicted {2 * push.nbytes / (gb_per_s * 1e9):.4f} s to write and to read them"
+    )
 
 
 def show_transfer_cost(cost: TransferCost, title: str, how: str) -> None:

@@ -22,6 +22,7 @@ from mrl.planner.rollout_simulator import (
     compare_scenarios,
 )
 from mrl.planner.run_trace import RunTrace, SpeedFit, read_lengths, read_run
+from mrl.rollout.staleness_buffer import num_extra_groups
 from parallel.durable_files import atomic_file
 
 USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
@@ -52,7 +53,7 @@ fitted to the run in run.dir. Every speed can also be set by its key.
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command; see USAGE. For None, the command uses the value of the run in `run.dir`, or else a default."""
+    """Arguments of the command; see USAGE. If a field is None, the value of the run in `run.dir` applies, or else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -183,7 +184,7 @@ def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
 def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
     prompts = keys.prompts_per_step or base.prompts_per_step
     staleness = base.staleness if keys.staleness is None else keys.staleness
-    over_sampled = base.extra if keys.over_sample_rate is None else round(keys.over_sample_rate * prompts)  # groups
+    over_sampled = base.extra if keys.over_sample_rate is None else num_extra_groups(keys.over_sample_rate, prompts)
     ordered = base.in_order if keys.staleness is None else staleness < 2
     colocated = base.colocated if keys.colocated is None else keys.colocated
     return RolloutSetup(

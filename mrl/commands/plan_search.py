@@ -18,8 +18,10 @@ from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
 from mrl.controller.plan_models import chat_template
+from mrl.data.images import ImagePrompts
 from mrl.data.prompts import mean_prompt_tokens
 from mrl.data.sources import train_sources
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION
 from mrl.planner.layout_search import (
     LayoutSearch,
     RunCandidate,
@@ -30,7 +32,7 @@ from mrl.planner.layout_search import (
 )
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, kv_itemsize, trainer_settings
+from mrl.planner.run_memory import kv_itemsize, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
@@ -52,7 +54,7 @@ disaggregated, and all rollout modes. Reads config.json of the model, and prompt
   plan.response_tokens          median of the log-normal distribution
   plan.response_sigma           sigma of the log-normal distribution
   plan.prompt_tokens            length of a typical prompt. Default: the mean of data.train if its files and the tokenizer exist,
-                                otherwise data.max_prompt_tokens, otherwise 512
+                                otherwise data.max_prompt_tokens, otherwise 512. Not used if plan.lengths is a run directory.
   plan.top                      number of results that are shown. Default: 5.
   plan.efficiency               attained fractions of the peak speeds that the vendor states
   plan.latency_us               latency of one collective operation (microseconds)
@@ -129,7 +131,10 @@ def prompt_length(config: Config) -> tuple[int, str]:
     if plan.prompt_tokens:
         return plan.prompt_tokens, "plan.prompt_tokens"
     if all(Path(file).exists() for file in [*data.train, Path(config.model.path) / "tokenizer.json"]) and data.train:
-        mean = mean_prompt_tokens(train_sources(data), config.model.path, chat_template(config), MEASURED_ROWS)
+        hf = HFConfig.load(config.model.path, config.model.family)
+        images = ImagePrompts.of(config.model.path, family_of(hf).read(hf).vision)
+        sources, chat = train_sources(data), chat_template(config)
+        mean = mean_prompt_tokens(sources, config.model.path, chat, MEASURED_ROWS, images)
         return mean, f"mean of the first {MEASURED_ROWS} rows of each file of data.train"
     if data.max_prompt_tokens:
         return data.max_prompt_tokens, "data.max_prompt_tokens"
@@ -175,11 +180,15 @@ def make_search(config: Config) -> LayoutSearch:
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    shape = ModelShape.of(family, arch)
+    dropout = config.megatron.get("hidden_dropout", 0.0)
+    shape = ModelShape.of(family, arch, config.model.train_vision, hidden_dropout=dropout)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
+    if arch.window and not config.trainer.share_prompts:  # see plan_model
+        fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
-    trained = [trainer_settings(config, arch.max_position_embeddings)]
+    adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None
+    trained = [trainer_settings(config, arch.max_position_embeddings, adapters=adapters)]
     if work.critic:
         trained.append(trainer_settings(config, arch.max_position_embeddings, "critic", head="value"))
     if config.rollout.max_staleness is not None:

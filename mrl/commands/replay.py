@@ -16,7 +16,7 @@ from mrl.config.schema import Config, ParallelConfig
 from mrl.config.validate import from_hydra
 from mrl.controller import build, plan_tools
 from mrl.core.run_errors import ProcessesLostError, StartError
-from mrl.diagnostics.replay import ReplayResult, TokenLocation, plot_layers
+from mrl.diagnostics.layout_comparison import ReplayResult, TokenLocation, plot_layers
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from parallel.dims import ParallelDims
 
@@ -52,7 +52,11 @@ OPTIONS = ("model.dtype", "weights", "output")  # accepted keys that do not begi
 
 @dataclass
 class ReplayArguments:
-    """The parsed command line. `layout` and `against` contain the sizes of the two layouts, such as {"tp": 2}."""
+    """The parsed command line.
+
+    `layout` and `against` contain the sizes of the two layouts, such as {"tp": 2}. An empty `layout` means the layout of the run,
+    and an empty `against` means one process. `options`: key in OPTIONS -> its value.
+    """
 
     dump: Path
     layout: dict[str, Any] = field(default_factory=dict)
@@ -147,8 +151,9 @@ def _weights(arguments: ReplayArguments, dump: StepDump) -> WeightsLocation:
 def _introduction(dump: StepDump, weights: WeightsLocation, dims: ParallelDims, against: ParallelDims) -> str:
     description = dump.description
     missing_steps = description.step - 1 - weights.step
+    update = f"update {description.update} of " if description.update > 1 else ""
     lines = [
-        f"step {description.step}, which was dumped for this reason: {description.reason}",
+        f"{update}step {description.step}, which was dumped for this reason: {description.reason}",
         f"mini-batch {description.mini_batch} of {len(description.lrs)}, under {dims}, compared with {against}",
     ]
     if missing_steps:

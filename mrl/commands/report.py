@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 from mrl.sweep.points import METRIC_STEPS, SWEEP_FILE, Sweep, load_sweep
-from mrl.tracking.report.comparison_page import SweepPoint, pair_data, sweep_data
 from mrl.tracking.report.page import write_page
+from mrl.tracking.report.page_data import SweepPoint, pair_data, run_data, sweep_data
 from mrl.tracking.report.recorded_run import is_running, read_run
-from mrl.tracking.report.run_page import run_data
 
 logger = logging.getLogger(__name__)
 

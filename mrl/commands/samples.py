@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl samples`. Returns the exit status."""
     args = parser().parse_args(argv)
     try:
-        text = show(Path(args.run.removeprefix("run.dir=")), args)
+        text = render(Path(args.run.removeprefix("run.dir=")), args)
     except ValueError as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def show(run_dir: Path, args: argparse.Namespace) -> str:
+def render(run_dir: Path, args: argparse.Namespace) -> str:
     """Return the chosen samples as text. Raises ValueError for a mistake of the user."""
     if args.n < 1:
         raise ValueError(f"-n {args.n}: expected 1 or more.")
@@ -93,18 +93,18 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
     found = matching(samples, args)
     if not found:
         raise ValueError(
-            f"none of the {len(samples)} samples of step {step} matches --search, --source, --group and --equal."
+            f"no sample of step {step} ({len(samples)} are kept) matches the filters (--search, --source, --group, --equal)."
         )
     chosen = choose(found, args.n, best=args.best, worst=args.worst)
-    title = f"step {step}: {len(chosen)} of the {len(samples)} responses that the run keeps of each step"
+    title = f"step {step}: {len(chosen)} of the {len(samples)} responses that the run kept of this step"
     if not args.color:
         return "\n\n".join([title, *(sample.text() for sample in chosen)]) + "\n"
     values, meaning = COLORINGS[args.color]
     known = [value for sample in chosen for value in values(sample) if value is not None]
     if not known:
         raise ValueError(
-            f"--color {args.color}: the samples of step {step} have no such values; an older version of mrl wrote them, or the "
-            "algorithm does not need these values."
+            f"--color {args.color}: the chosen samples of step {step} have no such values, because an older version of mrl wrote "
+            "the samples, or because the algorithm does not need these values."
         )
     low, high = min(known), max(known)
     legend = f"colors: {meaning}, from {_colored(f'{low:.4g}', 0.0)} to {_colored(f'{high:.4g}', 1.0)}"
@@ -113,7 +113,10 @@ def show(run_dir: Path, args: argparse.Namespace) -> str:
 
 
 def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
-    """Return a step and its samples; None: the last step. Keeps only one step in memory, because all steps may not fit."""
+    """Return a step and its samples. If `step` is None, this is the last step.
+
+    Keeps only one step in memory, because all steps may not fit.
+    """
     steps, chosen = [], None
     for each, samples in read_samples(run_dir):
         steps.append(each)
@@ -141,7 +144,7 @@ def _colored_response(sample: TextSample, values: Sequence[float | None], low: f
 
 
 def _colored(text: str, position: float) -> str:
-    """Return a text with the escape codes of a color. `position`: 0 is red, 0.5 is grey, 1 is blue. NO_COLOR turns colors off."""
+    """Return a text with the escape codes of a color. `position`: 0 is red, 0.5 is gray, 1 is blue. NO_COLOR turns colors off."""
     if os.environ.get("NO_COLOR") or not text or math.isnan(position):
         return text
     start, end, share = (LOW, MIDDLE, 2 * position) if position < 0.5 else (MIDDLE, HIGH, 2 * position - 1)

@@ -5,8 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from mrl.tracking.timeline import read_timeline, write_trace
-from mrl.tracking.timeline_summary import summarise
+from mrl.tracking.timeline import read_timeline, summarize, write_trace
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
     try:
-        sentences = summarise(timelines)
+        sentences = summarize(timelines)
     except ValueError as error:  # no step has ended yet
         sentences = [str(error)]
     dropped = sum(timeline.dropped for timeline in timelines)

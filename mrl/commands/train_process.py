@@ -37,7 +37,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """Train one run to its end, or submit the run as a Slurm job. Return the metric by which sweeps compare runs.
 
     For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. If the run
-    is finished, only its result is printed. A preempted run saves a checkpoint and exits with REQUEUE_STATUS.
+    is finished, only its result is printed. A preempted run saves a checkpoint, if training has begun, and exits with
+    REQUEUE_STATUS.
 
     `overrides`: overrides of the command line. A Slurm job gets the same overrides.
     """

@@ -52,7 +52,7 @@ class SftConfig:
     batch_size: int = key(128, "Number of rows in one optimizer step. A pair is one row.", "rows", least=1)
     optim: OptimConfig = key(
         _sft_optim,
-        "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay ends after sft.steps steps.",
+        "Optimizer of supervised training. If sft.optim.lr_decay_steps is 0, the decay ends after sft.steps steps.",
     )
 
 
@@ -132,7 +132,8 @@ class EvaluateConfig:
     confidence: float = key(0.95, "Confidence level of the intervals.", above=0, below=1)
     rescore: bool = key(
         False,
-        "Whether to compute all scores again with the reward of this config. Otherwise only missing scores are computed.",
+        "Whether to compute all scores again with the reward of this config. Otherwise scores are computed only if the input has "
+        "none.",
     )
 
 
@@ -153,9 +154,9 @@ def _efficiency() -> dict[str, float]:
     """Return the default fractions of the vendor's peak speeds.
 
     `matmul` and `attention` come from one H100 (benchmarks/README.md, "One H100"). Single matrix products attain 0.68 to 0.73 and
-    attention kernels 0.24 to 0.52 of the peak, but the planner also has to count norms, activations, RoPE and the loss, for which
-    it has no terms of their own. With 0.38 and 0.3, its times of both measured updates are correct within 6 %. `bandwidth`
-    is below the 0.83 of a plain copy. `experts` has not been measured.
+    attention kernels 0.24 to 0.52 of the peak. The planner's times have no terms for norms, activations, RoPE and the loss, so
+    the two fractions are chosen to include these. With 0.38 and 0.3, the predicted times of the two updates that were measured
+    are correct within 6 %. `bandwidth` is below the 0.83 that a plain copy attains. `experts` has not been measured.
     """
     return dict(matmul=0.38, attention=0.3, experts=0.35, bandwidth=0.75)
 

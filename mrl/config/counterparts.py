@@ -1,8 +1,8 @@
 """Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have no counterpart.
 
 `mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the same value, or a
-function that returns overrides. If no override is needed or possible, the rule is a `Note`. A key that ends with `*` matches all
-keys that begin with the text before the `*`.
+function that returns overrides or a `Note`. If an override is never needed or possible, the rule is a `Note`. A key that ends
+with `*` matches all keys that begin with the text before the `*`.
 """
 
 from functools import partial
@@ -32,18 +32,24 @@ from mrl.config.translation_rules import (
     VERL_SCALE,
     Note,
     Rule,
+    adam_betas,
     choice,
     files,
     gae_argument,
     is_on,
     kl_penalty,
     layout_rules,
+    lora_rank,
+    lora_targets,
     mini_batches,
     num_engines,
     pf_ppo,
     same_as_default,
+    slime_filter,
     slime_held_out,
+    slime_nodes,
     slime_reward,
+    slime_rollout_seed,
     step_interval,
     stop_texts,
     switch,
@@ -52,6 +58,7 @@ from mrl.config.translation_rules import (
     trl_adaptive_entropy,
     trl_kl_kind,
     trl_level,
+    trl_lora,
     trl_loss_argument,
     trl_prompts,
     trl_top_entropy,
@@ -89,7 +96,8 @@ VERL: dict[str, Rule] = {
     "data.sampler.*": Note("name a function in data.sampler._target_ (docs/tutorials/data.md)"),
     "data.custom_cls.*": Note("name a class with rows in data.dataset._target_ (docs/tutorials/data.md)"),
     "data.apply_chat_template_kwargs.*": "data.template_args.*",
-    "data.image_key": Note("mrl has no image models"),
+    "data.image_key": "data.columns.images",
+    "data.video_key": "data.columns.videos",
     "data.trust_remote_code": partial(same_as_default, (False,), "mrl runs no code of a model's folder"),
     **dict.fromkeys(
         (
@@ -105,7 +113,13 @@ VERL: dict[str, Rule] = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": partial(switch, FULL_RECOMPUTE, None),
     "actor_rollout_ref.model.use_remove_padding": PACKED,
-    "actor_rollout_ref.model.lora_rank": partial(same_as_default, (0,), "mrl has no LoRA"),
+    "actor_rollout_ref.model.lora_rank": partial(lora_rank, "actor_rollout_ref.model.lora_alpha", 16),
+    "actor_rollout_ref.model.lora_alpha": "lora.alpha",
+    "actor_rollout_ref.model.lora_adapter_path": "lora.path",
+    "actor_rollout_ref.model.target_modules": lora_targets,
+    "actor_rollout_ref.model.lora.rank": partial(lora_rank, "actor_rollout_ref.model.lora.alpha", 32),
+    "actor_rollout_ref.model.lora.alpha": "lora.alpha",
+    "actor_rollout_ref.model.lora.adapter_path": "lora.path",
     f"{_ROLLOUT}name": partial(same_as_default, ("sglang",), "mrl samples with SGLang"),
     f"{_ROLLOUT}mode": Note("mrl's engines are always asynchronous servers", needed=False),
     f"{_ROLLOUT}n": "rollout.responses_per_prompt",
@@ -226,7 +240,11 @@ VERL: dict[str, Rule] = {
     "trainer.resume_from_path": "resume",
     "trainer.balance_batch": Note("mrl always balances the tokens of the replicas", needed=False),
     "trainer.device": Note("mrl finds the devices", needed=False),
-    "trainer.log_val_generations": Note("`mrl evaluate` writes the responses to held-out prompts"),
+    "trainer.log_val_generations": partial(
+        same_as_default,
+        (0,),
+        "rollout.record=true writes the responses of each evaluation to run.dir/rollouts/evaluation_*.jsonl",
+    ),
 }
 
 
@@ -242,7 +260,7 @@ SLIME: dict[str, Rule] = {
     "metadata-key": "data.columns.extra_info",
     "apply-chat-template": Note("mrl always applies the chat template", needed=False),
     "rollout-shuffle": lambda value, values: {"data.shuffle": is_on(value)},
-    "rollout-seed": "run.seed",
+    "rollout-seed": slime_rollout_seed,
     "seed": "run.seed",
     "rollout-batch-size": "rollout.prompts_per_step",
     "n-samples-per-prompt": "rollout.responses_per_prompt",
@@ -258,9 +276,7 @@ SLIME: dict[str, Rule] = {
     "rollout-stop": stop_texts,
     "rollout-stop-token-ids": "rollout.stop_token_ids",
     "over-sampling-batch-size": Note("set rollout.over_sample_rate: additional groups / rollout.prompts_per_step"),
-    "dynamic-sampling-filter-path": lambda value, values: {
-        "rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"
-    },
+    "dynamic-sampling-filter-path": slime_filter,
     "partial-rollout": Note("rollout.mode=async keeps unfinished responses"),
     "rm-type": slime_reward,
     "custom-rm-path": Note("reward=function reward.path=FILE reward.name=FUNCTION"),
@@ -296,8 +312,7 @@ SLIME: dict[str, Rule] = {
     "lr-warmup-iters": "optim.warmup_steps",
     "weight-decay": "optim.weight_decay",
     "clip-grad": "optim.clip_grad",
-    "adam-beta1": lambda value, values: {"optim.betas": [value, values.get("adam-beta2", 0.95)]},
-    "adam-beta2": Note("part of optim.betas", needed=False),
+    **dict.fromkeys(("adam-beta1", "adam-beta2"), partial(adam_betas, "adam-beta1", "adam-beta2")),
     "optimizer": partial(same_as_default, ("adam",), "mrl trains with AdamW"),
     **layout_rules("", sep="-"),
     "sequence-parallel": lambda value, values: {"parallel.sp": is_on(value)},
@@ -312,7 +327,7 @@ SLIME: dict[str, Rule] = {
     "log-probs-max-tokens-per-gpu": "trainer.max_tokens_per_forward_micro_batch",
     "ddp-bucket-size": "trainer.ddp.bucket_size",
     "colocate": partial(switch, {"placement": "colocated"}, None),
-    "actor-num-nodes": Note("parallel.world_size = nodes x GPUs of a node"),
+    "actor-num-nodes": slime_nodes,
     "actor-num-gpus-per-node": lambda value, values: {
         "parallel.world_size": int(value) * int(str(values.get("actor-num-nodes", 1)))
     },
@@ -347,8 +362,7 @@ TRL: dict[str, Rule] = {
     "warmup_steps": "optim.warmup_steps",
     "warmup_ratio": partial(warmup_steps, "optim", "max_steps"),
     "weight_decay": "optim.weight_decay",
-    "adam_beta1": lambda value, values: {"optim.betas": [value, values.get("adam_beta2", 0.999)]},
-    "adam_beta2": Note("part of optim.betas", needed=False),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), partial(adam_betas, "adam_beta1", "adam_beta2")),
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.clip_grad",
     "max_steps": "trainer.max_steps",
@@ -422,7 +436,10 @@ TRL: dict[str, Rule] = {
     "logging_steps": Note("mrl logs every step", needed=False),
     "report_to": trackers,
     "resume_from_checkpoint": Note("run.dir resumes by itself; resume=RUN_DIR starts from another run"),
-    "use_peft": partial(same_as_default, (False,), "mrl has no LoRA"),
+    "use_peft": trl_lora,
+    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), Note("part of use_peft", needed=False)),
+    "lora_dropout": partial(same_as_default, (0, 0.0), "mrl's adapters have no dropout"),
+    **{name: partial(same_as_default, (False,), "mrl has only plain LoRA") for name in ("use_rslora", "use_dora")},
     "remove_unused_columns": Note("rewards get all columns that data.columns names", needed=False),
 }
 
@@ -444,6 +461,7 @@ _TARGETS = {  # key of another trainer whose rule is not the name of an mrl key 
     "trainer.test_freq": "trainer.eval_every",
     "trainer.logger": "tracking.backends",
     "prompt-data": "data.train",
+    "rollout-seed": "run.seed",
     "rm-type": "reward",
     "advantage-estimator": "algorithm",
     "kl-coef": "algorithm.kl_in_reward.coef",
@@ -453,6 +471,9 @@ _TARGETS = {  # key of another trainer whose rule is not the name of an mrl key 
     "beta": "algorithm.kl_in_loss.coef",
     "use_adaptive_entropy": "algorithm.adaptive_entropy",
     "epsilon": "algorithm.loss.clip_low",
+    "actor_rollout_ref.model.lora_rank": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_target_modules": "lora.targets",
     "per_device_train_batch_size": "rollout.prompts_per_step",
 }
 

@@ -62,7 +62,7 @@ class DataConfig:
     columns: Node = key(
         dict,
         "Column names in your files, such as {prompt: question}. The keys are prompt, ground_truth, data_source, extra_info, "
-        "ability, style.",
+        "ability, style, images, videos.",
     )
     system: str | None = key(None, "System message for prompts that do not start with a system message.")
     chat_template: str | None = key(None, "Jinja file that replaces the chat template of the model.")

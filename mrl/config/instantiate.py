@@ -1,4 +1,4 @@
-"""Instantiation of plug-ins: the objects that a config names by `_target_`. They are checked before any process starts."""
+"""Instantiates plug-ins, the objects that a config names by `_target_`, and checks them before any process starts."""
 
 import difflib
 import inspect
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from hydra.utils import get_object
 
 from mrl.config.schema import Node
-from mrl.core.user_code import describe_plug_in, location_suffix
+from mrl.core.code_locations import describe_plug_in, location_suffix
 
 
 def instantiate(node: Node, key: str) -> Any:
@@ -85,10 +85,15 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
     parameters = inspect.signature(factory).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for name in arguments.keys() - parameters.keys():
-        near = difflib.get_close_matches(name, list(parameters), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(parameters) or 'nothing'}."
-        raise ValueError(f"{key}.{name}: {factory.__module__}.{factory.__qualname__} has no argument {name!r}; {hint}")
+    if not (unknown := [name for name in arguments if name not in parameters]):
+        return
+    name = unknown[0]
+    near = difflib.get_close_matches(name, list(parameters), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(parameters) or 'nothing'}."
+    if all(part.isidentifier() for part in key.split(".")):  # Hydra can remove no element of a list
+        # Hydra merges the files of a config, so a class gets the arguments of a class that it replaces.
+        hint += f" If the config sets it for another class, remove it: {' '.join(f'~{key}.{each}' for each in unknown)}"
+    raise ValueError(f"{key}.{name}: {factory.__module__}.{factory.__qualname__} has no argument {name!r}; {hint}")
 
 
 def instantiate_callable(node: Node, key: str, arguments: Sequence[str] = ()) -> Any:

@@ -20,6 +20,13 @@ class Transport(StrEnum):
     disk = "disk"
 
 
+class LoraSync(StrEnum):
+    """What a weight sync sends in a run with LoRA adapters."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
 class PauseMode(StrEnum):
     """What happens to running requests during a weight sync."""
 
@@ -29,7 +36,7 @@ class PauseMode(StrEnum):
 
 
 class Scheduler(StrEnum):
-    """Cluster schedulers that `mrl train` can submit to."""
+    """Cluster schedulers to which mrl can submit jobs."""
 
     slurm = "slurm"
 
@@ -54,8 +61,8 @@ class CheckpointConfig:
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints to keep in addition to keep_last: the checkpoints with the highest values of "
-        "checkpoint.best_metric.",
+        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are older than the "
+        "keep_last newest.",
         "checkpoints",
         least=0,
     )
@@ -89,7 +96,10 @@ class FaultToleranceConfig:
         60.0, "An engine that has requests and computes nothing for this time is replaced.", "s", above=0
     )
     max_response_attempts: int = key(
-        3, "Largest number of attempts to sample one response, each on another engine.", least=1
+        3,
+        "Largest number of attempts to sample one response, each on another engine if there is one. The same number of failed "
+        "requests in a row takes an engine out of service.",
+        least=1,
     )
     preemption_grace_s: float = key(
         60.0,
@@ -122,6 +132,11 @@ class WeightSyncConfig:
         Transport.auto,
         "How weights travel to the engines. auto chooses a transport that suits the GPUs and machines.",
     )
+    lora: LoraSync = key(
+        LoraSync.merged,
+        "What a run with lora.rank sends. merged sends all weights, which contain the adapters. adapter sends only the adapters, "
+        "which SGLang then applies to the weights of model.path (docs/how_to/lora.md).",
+    )
     bucket_bytes: int = key(
         64 * 1024 * 1024,
         "Size of one bucket. A bucket is a set of tensor parts that are sent together. Each sender holds two buckets.",
@@ -131,7 +146,7 @@ class WeightSyncConfig:
     pause_mode: PauseMode = key(
         PauseMode.retract,
         "What happens to running requests. retract recomputes their KV cache, in_place keeps the KV cache, and abort ends "
-        "the requests.",
+        "the requests, which are then sent again.",
     )
     delta: bool = key(
         False,

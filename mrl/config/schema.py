@@ -33,7 +33,7 @@ from mrl.config.process_schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
-from parallel.trainer_config import OptimConfig
+from parallel.trainer_config import LoraConfig, OptimConfig
 from parallel.trainer_config import config_field as key
 
 ASYNC_STALENESS = 2  # default of rollout.max_staleness, in weight versions
@@ -43,7 +43,7 @@ RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type:
 
 
 class GroupOrder(StrEnum):
-    """Order in which sampled groups are trained: the order of drawing their prompts, or of completion."""
+    """Order in which steps train on groups: as their prompts were drawn, or as their responses are finished."""
 
     dispatched = "dispatched"
     completed = "completed"
@@ -68,9 +68,7 @@ class RunConfig:
     """Name, folder and seed of the run."""
 
     name: str = key("run", "Name of the run, in wandb and in the path of the default run directory.")
-    dir: str = key(
-        MISSING, "Run directory: the folder for metrics, logs, checkpoints, rollouts and the learning curve."
-    )
+    dir: str = key(MISSING, "Run directory: metrics, logs, checkpoints, rollouts and the learning curve.")
     seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
 
 
@@ -87,6 +85,7 @@ class ModelConfig:
     family: str | None = key(
         None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
     )
+    train_vision: bool = key(False, "Whether the vision tower of an image model is trained, too.")
 
     @property
     def itemsize(self) -> int:
@@ -102,7 +101,7 @@ class RolloutConfig:
     responses_per_prompt: int = key(8, "Number of responses to each prompt (group size).", "responses", least=1)
     group_sizes: Node | None = key(
         dict,
-        "Function that gives each prompt a number of responses by its difficulty: mrl.data.group_sizes.ByDifficulty, or your "
+        "Function that gives each prompt a number of responses by its difficulty: mrl.data.samplers.ByDifficulty, or your "
         "own. The mean over prompts stays rollout.responses_per_prompt. Default: all prompts get the same number.",
     )
     max_response_tokens: int = key(
@@ -179,9 +178,7 @@ class RolloutConfig:
     agent: Node | None = key(dict, "Agent that samples several turns with tool calls.")
     num_engines: int = key(1, "Number of SGLang servers (engines).", "engines", least=1)
     engine_tp: int = key(1, "Tensor-parallel size of each engine.", "GPUs", least=1)
-    engine_urls: list[str] = key(
-        list, "URLs of SGLang servers that are already running. The run then starts no engines."
-    )
+    engine_urls: list[str] = key(list, "URLs of running SGLang servers. The run then starts no engines.")
     deterministic: bool = key(
         False,
         "Whether each response has its own seed, computed from run.seed and the serial number of the response. "
@@ -214,7 +211,7 @@ class RolloutConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether steps train groups in the order in which their prompts were drawn."""
+        """Whether steps train on groups in the order in which their prompts were drawn."""
         if self.group_order is not None:
             return self.group_order == "dispatched"
         return self.mode != "async" and not self.over_sample_rate
@@ -282,11 +279,14 @@ class AlgorithmConfig:
     )
     correction: Node | None = key(
         dict,
-        "Off-policy correction. It gives each token a loss weight or a mask. Default: none if rollout.mode=sync, "
-        "otherwise truncated importance sampling.",
+        "Off-policy correction. It gives each token a factor for its loss, or a mask. Default: truncated importance sampling if "
+        "samples may be stale, algorithm.old_logprobs is recompute and the loss uses log-probabilities; otherwise none.",
     )
-    kl_in_loss: Node | None = key(dict, "KL penalty against the reference (initial) policy. It is added to the loss.")
-    kl_in_reward: Node | None = key(dict, "KL penalty against the reference policy. It is subtracted from the rewards.")
+    kl_in_loss: Node | None = key(
+        dict,
+        "KL penalty (default kind: k3) against the reference (default: the initial policy). It is added to the loss.",
+    )
+    kl_in_reward: Node | None = key(dict, "KL penalty (default kind: k1). It is subtracted from the rewards.")
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.")
     adaptive_entropy: Node | None = key(
         dict,
@@ -465,6 +465,7 @@ class Config:
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = key(OptimConfig, "Optimizer of the actor.")
+    lora: LoraConfig = key(LoraConfig, "Low-rank adapters of the actor.")
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
@@ -495,5 +496,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs.")
+    sglang: Node = key(dict, "Arguments of the SGLang servers: any field of ServerArgs (FP8: docs/how_to/fp8.md).")
     megatron: Node = key(dict, "Model settings of Megatron-Core: any field of TransformerConfig.")

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from mrl.core.installation import CONF
+from mrl.core.code_locations import CONF
 
 SEARCH_PATH = "hydra.searchpath"
 """Key with the folders in which Hydra searches for files of config groups, after mrl's own folder conf/."""

@@ -21,7 +21,9 @@ ENGINE_KEYS = "MRL_ENGINE_KEYS"
 HIDDEN = "(secret)"  # written in place of a secret
 MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance
 
-_SECRET = re.compile(  # Searched in names after "-" was replaced by "_". `tokens` does not match: it means tokens of the model.
+# This pattern is searched in names in which "_" replaces "-". The name `tokens` alone does not match, because it means tokens of
+# the model.
+_SECRET = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
     re.IGNORECASE,

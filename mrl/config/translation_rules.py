@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from mrl.config.process_schema import TrackingBackend
@@ -102,9 +103,7 @@ def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
     sizes = [values.get(name) for name in total.split("*")]
     if any(size is None for size in sizes):
         return Note(f"algorithm.mini_batches is {total} divided by this size; {total} is not in this config")
-    size = 1
-    for each in sizes:
-        size *= int(str(each))
+    size = prod(int(str(each)) for each in sizes)
     return {"algorithm.mini_batches": max(1, size // int(value))}
 
 
@@ -130,10 +129,9 @@ def kl_penalty(
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
     """Compute the warm-up steps from their fraction of all steps. `total`: key with the number of all steps."""
-    steps = values.get(total)
     if not float(value):
         return Note("0 is the default", needed=False)
-    if steps is None:
+    if (steps := values.get(total)) is None:
         return Note(f"{optim}.warmup_steps counts steps: set it to this ratio times the number of steps")
     return {f"{optim}.warmup_steps": round(float(value) * int(steps))}
 
@@ -143,6 +141,19 @@ def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> N
     if str(value) in map(str, defaults):
         return Note("mrl does the same", needed=False)
     return Note(text)
+
+
+def lora_rank(alpha: str, default_alpha: int, value: Any, values: Values) -> Overrides:
+    """Set the rank of the adapters, and the scale if the config has no key for it. `alpha`: the key for the scale."""
+    has_default = int(value) and values.get(alpha) is None
+    return {"lora.rank": int(value)} | ({"lora.alpha": default_alpha} if has_default else {})
+
+
+def lora_targets(value: Any, values: Values) -> Overrides | Note:
+    if isinstance(value, list) and value != ["all-linear"]:
+        return {"lora.targets": value}
+    value = "all-linear" if isinstance(value, list) else value
+    return Note("by default, all linear layers outside routed experts have adapters", needed=value != "all-linear")
 
 
 def trackers(value: Any, values: Values) -> Overrides:
@@ -295,9 +306,17 @@ def stop_texts(value: Any, values: Values) -> Overrides:
 
 
 def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
-    if str(values.get("algorithm.adv_estimator", "gae")) != "gae":
-        return Note("only for PPO's advantages", needed=False)
-    return {f"algorithm.advantage.{name}": value}
+    """Set gamma or lam of the advantages. REINFORCE++ uses only gamma."""
+    estimator = str(values.get(VERL_ESTIMATOR, "gae")).lower()
+    if estimator == "gae" or (estimator == "reinforce_plus_plus" and name == "gamma"):
+        return {f"algorithm.advantage.{name}": value}
+    return Note("the estimator does not use it", needed=False)
+
+
+def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides:
+    """Set optim.betas. `first`, `second`: keys of both betas. Without a key, the default of slime (Megatron) and trl applies."""
+    defaults = {first: 0.9, second: 0.999}
+    return {"optim.betas": [default if values.get(key) is None else values[key] for key, default in defaults.items()]}
 
 
 def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
@@ -310,6 +329,26 @@ def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
 def num_engines(value: Any, values: Values) -> Overrides | Note:
     per_engine = int(str(values.get("rollout-num-gpus-per-engine", 1)))
     return {"rollout.num_engines": max(1, int(value) // per_engine)}
+
+
+def slime_nodes(value: Any, values: Values) -> Overrides | Note:
+    """Compute the number of trainer ranks from the number of nodes. By default, slime uses 8 GPUs of each node."""
+    if "actor-num-gpus-per-node" in values:
+        return Note("part of parallel.world_size", needed=False)
+    return {"parallel.world_size": int(value) * 8}
+
+
+def slime_rollout_seed(value: Any, values: Values) -> Overrides | Note:
+    if str(values.get("seed", value)) != str(value):
+        return Note("run.seed is the seed of training and of sampling; it gets the value of --seed")
+    return {"run.seed": value}
+
+
+def slime_filter(value: Any, values: Values) -> Overrides | Note:
+    """Translate slime's own filter. A user's filter reads slime's samples, so it has no counterpart."""
+    if str(value).rpartition(".")[2] == "check_reward_nonzero_std":
+        return {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}
+    return Note("write a filter that reads the rewards of a group, and name it in rollout.filter._target_")
 
 
 def slime_reward(value: Any, values: Values) -> Overrides | Note:
@@ -387,7 +426,7 @@ def verl_clip(value: Any, values: Values) -> Overrides | Note:
 
 
 def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
-    """Select the part of the reward that the filter of groups compares."""
+    """Select the part of the reward that the rollout filter compares."""
     if not is_on(values.get("algorithm.filter_groups.enable", False)):
         return Note("algorithm.filter_groups.enable is off", needed=False)
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):
@@ -412,6 +451,15 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
     quantile = values.get("top_entropy_quantile")
     inner = ".loss" if quantile is not None and float(quantile) < 1 else ""
     return {f"algorithm.loss{inner}.{name}": value}
+
+
+def trl_lora(value: Any, values: Values) -> Overrides | Note:
+    """Translate trl's adapters, with trl's defaults. By default, PEFT adapts the queries and values in most families."""
+    if not is_on(value):
+        return Note("off is the default", needed=False)
+    targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
+    scale = {"lora.alpha": values.get("lora_alpha", 32)}
+    return {"lora.rank": values.get("lora_r", 16)} | scale | (targets if isinstance(targets, dict) else {})
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
@@ -446,9 +494,7 @@ def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:
     """Translate trl's adaptive entropy control, with trl's defaults."""
     if not is_on(value):
         return Note("off is the default", needed=False)
-    defaults = {
-        "target": ("entropy_target", 0.2),
-        "step": ("entropy_coef_delta", 0.005),
-        "max_coef": ("entropy_coef_max", 1.0),
-    }
+    defaults = dict(
+        target=("entropy_target", 0.2), step=("entropy_coef_delta", 0.005), max_coef=("entropy_coef_max", 1.0)
+    )
     return {"algorithm.adaptive_entropy": {name: values.get(key, default) for name, (key, default) in defaults.items()}}

@@ -15,10 +15,14 @@ from mrl.config.process_schema import ClusterConfig, RoleConfig
 from mrl.config.ray_settings import check_ray_settings
 from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
-from parallel.megatron_settings import check_ddp_settings, check_optimizer_settings
+from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 
-PARTIAL_LAYOUTS = ("critic.parallel",)
-"""Free-form sections that may only contain keys of ParallelConfig."""
+LAYOUT_OVERRIDES = ("critic.parallel",)
+"""Keys whose value has the fields of ParallelConfig that differ from the section `parallel`.
+
+The schema does not type the entries of these keys, so this module checks them. `check` also checks such a key of each role
+(roles.NAME.parallel).
+"""
 RENAMED_KEYS = {
     "teacher.path": "roles.teacher.path",
     "teacher.parallel": "roles.teacher.parallel",
@@ -92,7 +96,7 @@ def is_known(key: str) -> bool:
     """Return whether `key` is a section, a key, or an entry of a free-form key (sglang, megatron, arguments of plug-ins)."""
     if key in known_keys():
         return True
-    for layout in PARTIAL_LAYOUTS:
+    for layout in LAYOUT_OVERRIDES:
         if key.startswith(f"{layout}."):
             return key.removeprefix(f"{layout}.") in ParallelConfig.__dataclass_fields__
     free_form_keys = {name for name, field in key_fields() if _is_free_form(field)}
@@ -105,9 +109,9 @@ def _is_free_form(field: Field) -> bool:
 
 
 def unknown_key_message(key: str, groups: Sequence[str] = ()) -> str:
-    """Return the error message for an unknown key. The message names the nearest known key or one of the config groups."""
+    """Return the error message for an unknown key. The message names known keys or config groups with similar names, if any."""
     candidates = [*groups, *known_keys()]
-    for layout in PARTIAL_LAYOUTS:
+    for layout in LAYOUT_OVERRIDES:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
     leaves = {name.rpartition(".")[2] for name in candidates}
@@ -126,11 +130,19 @@ COMMON_NAMES = {
     "group_size": "rollout.responses_per_prompt",
     "max_new_tokens": "rollout.max_response_tokens",
 }
-"""Last part of a key of a trainer without a table of counterparts -> mrl key. Only hints for unknown keys use this table."""
+"""Name of a key that is common in other trainers -> mrl key. The hint for an unknown key uses this table.
+
+mrl/config/counterparts.py has no rule for these names.
+"""
 
 
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
-    """Return at most 3 keys whose last part equals the last part of `key`, exactly or nearly: seed -> run.seed."""
+    """Return at most 3 keys that the last part of `key` suggests: seed -> run.seed. A renamed key gives no keys.
+
+    A name in COMMON_NAMES gives its mrl key. Otherwise, a key with a section (section.name) gives the keys with exactly this
+    last part, or none if there are more than 3. A key without a section gives the keys with this last part, or else with a
+    similar one.
+    """
     if key in RENAMED_KEYS:
         return []
     section, _, leaf = key.rpartition(".")
@@ -148,9 +160,11 @@ def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
 
 @cache
 def structured_schema() -> DictConfig:
-    """Return the schema as a typed OmegaConf node with all defaults. Callers share the node, so they must not change it.
+    """Return the schema as a typed OmegaConf node with all defaults.
 
-    OmegaConf makes nodes of frozen dataclasses read-only. The returned nodes are writable, because Hydra has to set values.
+    All callers get the same node, so they must not change it, but may copy or merge it. OmegaConf makes nodes of frozen
+    dataclasses read-only, and copies of a read-only node are read-only too. This function removes the flag, because Hydra sets
+    values in a copy.
     """
 
     def clear_readonly(node: DictConfig) -> None:
@@ -205,9 +219,9 @@ def check(config: Config) -> None:
     _check_generate(config.generate)
     check_cluster(config.cluster)
     _check_megatron(config)
-    _check_partial_layout("critic.parallel", config.critic.parallel)
+    _check_layout_overrides("critic.parallel", config.critic.parallel)
     for name, role in roles_of(config).items():
-        _check_partial_layout(f"roles.{name}.parallel", role.parallel)
+        _check_layout_overrides(f"roles.{name}.parallel", role.parallel)
     if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
         raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
 
@@ -291,9 +305,9 @@ def check_cluster(cluster: ClusterConfig) -> None:
 _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)
 
 
-MODEL_ROLES = ("actor", "critic", "engines")
-"""Roles that sections of the config other than `roles` describe."""
-_TAKEN_NAMES = (*MODEL_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
+BUILT_IN_ROLES = ("actor", "critic", "engines")
+"""Roles that have their own sections in every config (parallel, critic, rollout). No entry of `roles` may have these names."""
+_TAKEN_NAMES = (*BUILT_IN_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
 REFERENCE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
@@ -327,7 +341,11 @@ class TokenBudgets:
 
 
 def token_budgets(config: Config, role: str) -> TokenBudgets:
-    """Return the token budgets of the model `role`. If a key is null, the actor's budget for the same kind of pass holds."""
+    """Return the token budgets of the model `role`.
+
+    If a key of another model is null, the actor's budget for the same kind of pass holds. If the actor's key for forward passes
+    is null, its budget for training holds.
+    """
     trainer, critic = config.trainer, config.critic
     train = trainer.max_tokens_per_micro_batch
     forward = trainer.max_tokens_per_forward_micro_batch or train
@@ -359,8 +377,9 @@ def _role(name: str, node: Any) -> RoleConfig:
     assert isinstance(role, RoleConfig), "the schema is RoleConfig"
     _check_bounds(role, f"{key}.")
     if role.is_served:
-        fields_of_columns = ("column", "parallel", "max_tokens_per_micro_batch")
-        if extra := [field_name for field_name in fields_of_columns if node.get(field_name)]:
+        # Fields of a model whose log-probabilities the trainer ranks compute
+        training_side_fields = ("column", "parallel", "max_tokens_per_micro_batch")
+        if extra := [field_name for field_name in training_side_fields if node.get(field_name)]:
             raise ValueError(
                 f"{key}.{extra[0]}: SGLang serves this model (num_engines={role.num_engines}); remove {extra[0]}."
             )
@@ -370,10 +389,11 @@ def _role(name: str, node: Any) -> RoleConfig:
     if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
         raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
     prefix = "ref" if name == REFERENCE else TEACHER if role.teaches else name
+    # `column` is the name of the batch's column with the log-probabilities that this model computes
     return replace(role, column=role.column or f"{prefix}_logprobs")
 
 
-def _check_partial_layout(key: str, layout: Node) -> None:
+def _check_layout_overrides(key: str, layout: Node) -> None:
     try:
         checked = OmegaConf.merge(OmegaConf.structured(ParallelConfig()), layout)
         _check_bounds(OmegaConf.to_object(checked), f"{key}.")

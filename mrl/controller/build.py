@@ -1,4 +1,4 @@
-"""Builds the objects that run `mrl train`, `mrl certify` and `mrl replay` from plans, and starts their processes."""
+"""Builds the objects of `mrl train`, `mrl certify` and `mrl replay` from plans, and starts the processes of these commands."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ import numpy as np
 from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.parts import POLICY_COLUMNS, Coefficients, build_weighting
-from mrl.checkpoint.resume import ResumePoint, model_sizes
+from mrl.checkpoint.resume import ResumePoint
 from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir, read_run_record
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule, exported_step
 from mrl.checkpoint.store import CheckpointStore
@@ -20,21 +20,18 @@ from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.config.validate import roles_of, teachers_of
 from mrl.controller.loop_parts import Phases
+from mrl.controller.model_processes import ServedTeacher, model_spec
 from mrl.controller.plan_distillation import taught_responses
 from mrl.controller.plan_models import ModelPlan
-from mrl.controller.plan_step_data import num_prompts
+from mrl.controller.plan_step import num_prompts
 from mrl.controller.plan_train import TrainPlan, learning_settings
 from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
-from mrl.controller.served_roles import ServedTeacher
 from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule, used_prompts
-from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
 from mrl.diagnostics.engine_check import EngineCheck, EngineReport
-from mrl.diagnostics.parity import ParityCheck
-from mrl.diagnostics.replay import ReplayResult, StepReplay
-from mrl.diagnostics.step_dump import StepDump, WeightsLocation
-from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
+from mrl.diagnostics.layout_comparison import ParityCheck, ReplayResult, StepReplay
+from mrl.diagnostics.step_dump import StepDump, StepDumpRecorder, WeightsLocation
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engines.forward_recorder import recording_args
@@ -42,9 +39,8 @@ from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 from mrl.tracking.backends import TRACKER_SINKS, TrackedRun, default_run_name
 from mrl.tracking.console import ConsoleSink, Startup, show_warning
-from mrl.tracking.curve import CurveSink
 from mrl.tracking.learning_health import LearningHealth, read_first_steps
-from mrl.tracking.tracker import JsonlSink, Sink, Tracker
+from mrl.tracking.tracker import CurveSink, JsonlSink, Sink, Tracker
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.workers.group import StepRecording, WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, ColumnPass, CriticTrainer, RoleScorer, UpdateRunner
@@ -269,12 +265,13 @@ def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
 def finished_result(config: Config) -> TrainingResult | None:
     """Return the result of the run in run.dir if that run is finished: no step, evaluation or export is left to do.
 
-    Returns None if the run is not finished, or if there is no run. Reads only small files, so it takes less than a second.
+    Returns None if the run is not finished, if there is no run, or if resume=never. Reads only small files, so this takes less
+    than a second.
     """
     folder = Path(config.run.dir).resolve()
     try:
         record = read_run_record(folder)
-    except ValueError:  # the file is damaged; find_resume_point reports this error later
+    except ValueError:  # run.json is damaged; find_resume_point reports this later
         return None
     if config.resume == "never" or record is None or record["command"] != "train":
         return None
@@ -454,7 +451,11 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             config.best_metric,
             config.keep_last_exports,
         ),
-        notes=dict(model=model_sizes(plan.arch), layout=vars(plan.dims), config=config_as_json(plan.config)),
+        notes=dict(
+            model=plan.identity(),
+            layout=vars(plan.dims),
+            config=config_as_json(plan.config),
+        ),
         discard_rollout_log=processes.rollout.discard_log,
         export=processes.export_weights,
         run_dir=run_dir,

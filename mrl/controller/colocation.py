@@ -1,8 +1,8 @@
 """Time-shares GPUs between colocated models and engines.
 
-A role is the actor, the critic, the engines or a model of the key `roles`. The peers of a role are the other roles that use the
-same devices. Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always
-stays on its devices.
+A role is the actor, the critic, the engines or a model of the key `roles`. The peers of a role are the other roles that
+time-share its devices. The engines and the served models work at the same time, so they are never peers of each other. Before a
+role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its devices.
 
 Offloaded engines lose their weights, so the trainer ranks push the actor's weights when the engines are loaded again:
 
@@ -75,7 +75,7 @@ class MemoryScheduler:
         self._models: dict[str, OffloadableModel] = {}
         self._engines: OffloadableEngines | None = None
         self._states: dict[str, MemoryState] = {}
-        # Metrics since the last call of metrics(): time of transitions, number of loads, largest memory left after an offload.
+        # Metrics since the last call of metrics(): seconds of transitions, number of loads, most bytes left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
         self._used_by_rollout = {ENGINES}  # roles that work at the same time, so they never offload each other
 
@@ -106,7 +106,7 @@ class MemoryScheduler:
         """Offload the peers of this role, then load the role. Does nothing if the role has no peers.
 
         Also does nothing if the role is loaded and its peers are offloaded. A role without processes counts as loaded,
-        because its processes will start on the device.
+        because its processes will start on the device. Offloaded engines are loaded by a push of the current weight version.
         """
         resident = self._state_is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
         if not self.peers(role) or (resident and self._peers_are_offloaded(role)):
@@ -148,8 +148,8 @@ class MemoryScheduler:
         """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
         Yields True if the engines were offloaded. In this case the memory of the engines holds no weights before the push. If
-        the push raises, the actor and the engines stay TRANSITIONING. Otherwise the engines are on their devices after the
-        context.
+        the push then raises, the engines stay TRANSITIONING, and so does the actor unless it was loaded and shares no device with
+        them. Otherwise the engines are on their devices after the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)

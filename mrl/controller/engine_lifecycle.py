@@ -26,19 +26,22 @@ from mrl.workers.worker import TrainWorker
 logger = logging.getLogger(__name__)
 
 
-class EngineHost(Protocol):
-    """The process that owns the engines. RolloutWorkerHandle implements this interface for the rollout worker."""
+class RolloutSideEngines(Protocol):
+    """Operations on the processes of the engines. The rollout side implements them (RolloutWorkerHandle).
+
+    The controller calls them.
+    """
 
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
         """Wait until every engine takes requests. Returns the URLs of the engines."""
         ...
 
     def alive(self) -> bool:
-        """Return whether the process answers."""
+        """Return whether the rollout worker answers."""
         ...
 
     def restart(self) -> None:
-        """Kill the process and its engines. Start a new process, which starts new engines."""
+        """Kill the rollout worker and its engines. Start a new rollout worker, which starts new engines."""
         ...
 
     def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
@@ -51,6 +54,10 @@ class EngineHost(Protocol):
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which the engines are paused on purpose."""
+        ...
+
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
         ...
 
 
@@ -79,14 +86,14 @@ class EngineLifecycle:
     The constructor registers the object with the scheduler. After a successful push, every engine serves the pushed version.
     """
 
-    host: EngineHost
+    engine_processes: RolloutSideEngines
     actor: ActorRanks
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
-    weights_dir: str  # folder through which the disk transport sends weights
+    weights_dir: str  # folder through which the disk transport sends weights, and the adapter sync sends adapters
     start_timeout_s: float  # longest time until all engines take requests
-    # Whether to tell the host about each push. Needed if requests run during a push (staleness > 0).
+    # Whether to tell the rollout worker about each push. Needed if requests run during a push, as they do with staleness > 0.
     marks_pushes_as_pauses: bool
     weight_version: int = field(default=-1, init=False)  # version that all engines serve; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
@@ -101,7 +108,7 @@ class EngineLifecycle:
         """Wait until every engine takes requests. Does nothing if the engines have started already."""
         if self.scheduler.state(ENGINES) is not MemoryState.NOT_STARTED:
             return
-        self._engines = {url: EngineRecord() for url in self.host.wait_ready(self.start_timeout_s)}
+        self._engines = {url: EngineRecord() for url in self.engine_processes.wait_ready(self.start_timeout_s)}
         self.scheduler.mark_started(*self.scheduler.rollout_roles)
         self.startup.ready(f"engines ready ({len(self._engines)})")
 
@@ -112,16 +119,16 @@ class EngineLifecycle:
         the scheduler offloads them to make room for new engines.
         """
         self._connected = False
-        if not self.host.alive():
+        if not self.engine_processes.alive():
             self._restart(make_room=trainers_alive())
         self.wait_started()
 
     def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        When trainers connect, the weights that the trainers loaded at their start are compared with the weights that the
-        engines loaded at their own start. Equal weights prove that trainers and engines agree on the layout. An engine that was
-        offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
+        When trainers connect, each engine without a push compares its weights with the files of its model (see `_check_plan` in
+        mrl/weight_sync/receiver.py). Equal weights prove that the transfer plan agrees with the engine's layout. An engine that
+        was offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
@@ -131,7 +138,7 @@ class EngineLifecycle:
         self.scheduler.mark_ended(*self.scheduler.rollout_roles)
         if make_room:
             self.scheduler.make_room_for_rollout()
-        self.host.restart()
+        self.engine_processes.restart()
         self._engines = {}
 
     def connect(self) -> None:
@@ -158,7 +165,7 @@ class EngineLifecycle:
         """End these engines and start others. Returns the URLs of all engines."""
         for url in urls:
             self._engines.pop(url, None)
-        known, current = self._engines, self.host.replace_engines(urls)
+        known, current = self._engines, self.engine_processes.replace_engines(urls)
         self._engines = {url: known.get(url, EngineRecord()) for url in current}
         return list(current)
 
@@ -206,9 +213,11 @@ class EngineLifecycle:
 
     def _push_once(self, version: int) -> list[SyncReport]:
         """Push from all trainer ranks. Returns the reports of the ranks, beginning with rank 0."""
-        paused = self.host.paused() if self.marks_pushes_as_pauses else nullcontext()
+        paused = self.engine_processes.paused() if self.marks_pushes_as_pauses else nullcontext()
         with paused, self.scheduler.during_push() as engines_were_offloaded:
             reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
+            if (name := reports[0].adapter) is not None:
+                self.engine_processes.set_adapter(name, [url for url in self._engines if url not in reports[0].failed])
         for url, engine in self._engines.items():
             if url not in reports[0].failed:
                 engine.weight_version = version
@@ -225,7 +234,7 @@ class EngineLifecycle:
 
         Returns 0, because engines do not report the bytes that stay allocated. Raises EngineError if an engine fails.
         """
-        self.host.set_paused(True)
+        self.engine_processes.set_paused(True)
         self._control_all(_release)
         return 0
 
@@ -241,7 +250,7 @@ class EngineLifecycle:
             engine.resume()
 
         self._control_all(resume)
-        self.host.set_paused(False)
+        self.engine_processes.set_paused(False)
 
     def _control_all(self, action: Callable[[EngineControl, EngineRecord], None]) -> None:
         """Call `action` for all engines in parallel. Raises the first EngineError after all engines have answered.

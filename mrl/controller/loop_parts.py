@@ -6,7 +6,7 @@ mrl.core.types explains the letters of array dimensions, such as B and R.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -49,12 +49,17 @@ class RolloutSource(Protocol):
         """Compute advantages [R] of the responses that the last `generate` returned.
 
         The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
-        `rows` [B] selects responses; `advantage` and `loss` replace those of the config.
+        `kl_coef` is the coefficient of the KL penalty in the reward, and `step` is the index of the training step. `rows` [B]
+        selects responses; None: all responses. `advantage` and `loss` replace those of the config, unless they are None.
         """
         ...
 
-    def write_samples(self, step: int) -> None:
-        """Write samples of the step as text, with the columns of all calls of `estimate` in this step."""
+    def begin_writing_samples(self, step: int) -> Callable[[], None]:
+        """Begin to write samples of the step as text, with the columns of all earlier calls of `estimate` in this step.
+
+        Returns a function that waits until the samples are written, and that raises the errors of this call. If samples of the
+        step were written before, the new samples replace them.
+        """
         ...
 
     def evaluate(self, step: int) -> Metrics:
@@ -71,7 +76,7 @@ class RolloutSource(Protocol):
 
 
 class PolicyUpdater(Protocol):
-    """Optimizer steps of the actor."""
+    """Runs optimizer steps of the actor."""
 
     def begin_update(
         self,
@@ -82,11 +87,12 @@ class PolicyUpdater(Protocol):
         *,
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
+        index: int,
     ) -> PendingCall[ActorUpdate]:
         """Begin to train on the responses that `rows` [B] selects; None: on all responses.
 
         `step`: number of earlier steps of the run that trained the actor. `coefs`: name of a term of the loss (kl_loss, entropy)
-        -> its coefficient.
+        -> its coefficient. `index`: number of earlier updates of the actor in this step.
         """
         ...
 
@@ -96,12 +102,15 @@ class PolicyUpdater(Protocol):
 
 
 class ValueUpdater(Protocol):
-    """Optimizer steps of the critic."""
+    """Runs optimizer steps of the critic."""
 
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None
     ) -> PendingCall[CriticUpdate]:
-        """Begin to train on the returns of the responses that `rows` [B] selects; None: on those of all responses."""
+        """Begin to train on the returns of the responses that `rows` [B] selects; None: on the returns of all responses.
+
+        `step`: number of earlier steps of the run.
+        """
         ...
 
     def metrics(self, updates: Sequence[CriticUpdate]) -> Metrics:
@@ -110,7 +119,7 @@ class ValueUpdater(Protocol):
 
 
 class WeightPusher(Protocol):
-    """Weight sync from the actor to all engines."""
+    """Pushes the actor's weights to all engines."""
 
     def push(self, version: int) -> Metrics:
         """Push the actor's weights, and return when every engine serves them as `version`."""
@@ -126,8 +135,9 @@ class LostProcessRecovery(Protocol):
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        `state_after_step` is not None and only the rollout worker was lost, it is returned. Otherwise new trainers load
-        the last checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
+        only the rollout worker was lost, and `state_after_step` is not None, this method returns `state_after_step`. Otherwise
+        new trainers load the last checkpoint, and the method returns the state in that checkpoint, or `initial_state` if there is
+        no checkpoint. Raises an error if the run cannot continue.
         """
         ...
 
@@ -180,6 +190,8 @@ class StepRecord:
     # Whether an update has begun; the trainers may then have newer weights than before the step
     has_trained: bool = False
     pushed: bool = False  # whether the engines have the weights of the step
+    # Waits until samples of the step are written; None: the call that writes them has not begun
+    wait_for_samples: Callable[[], None] | None = None
 
     def begin(self, step: int, metrics: Metrics) -> None:
         """Begin the step with index `step`, whose first metrics are `metrics`."""
@@ -192,11 +204,11 @@ class StepRecord:
 
     @property
     def token_weights(self) -> list[NDArray[np.float64]]:
-        """For each optimizer step, an array [B]: the loss weight that each token of a response has."""
+        """For each optimizer step, an array [B]: the token weight that all tokens of a response have."""
         return [weights for update in self.updates for weights in update.token_weights]
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to a metric that counts seconds."""
+        """Add `seconds` to the metric `name`, which counts seconds."""
         self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
     def check_generate(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from models.families import family_of
 from mrl.algorithms.distillation import TEACHER_HIDDEN
 from mrl.algorithms.parts import AlgorithmParts
+from mrl.checkpoint.resume import continues_from_checkpoint
 from mrl.config.schema import Config
 from mrl.config.validate import teachers_of
 from mrl.controller.plan_models import (
@@ -23,6 +24,7 @@ from mrl.controller.plan_models import (
     parallel_layout,
     plan_models,
     section_of,
+    without_unread_adapters,
 )
 from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
@@ -31,7 +33,7 @@ from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
 from mrl.rollout.engines.server_args import has_cuda
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MemoryEstimator:
     config: Config
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
-    topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
+    topology: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
     sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens
@@ -51,7 +53,8 @@ class MemoryEstimator:
         """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
         algorithm = algorithm_of(config)
         make_input_files(config)
-        return cls._of(config, algorithm, plan_models(config, algorithm.needs, weights=False))
+        read_config = without_unread_adapters(config, continues_from_checkpoint(config))
+        return cls._of(config, algorithm, plan_models(read_config, algorithm.needs, weights=False))
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
@@ -70,7 +73,17 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
+        trained, dropout = self.config.model.train_vision, self.config.megatron.get("hidden_dropout", 0.0)
+        return {
+            role: ModelShape.of(family_of(model.hf), model.arch, trained, hidden_dropout=dropout)
+            for role, model in self.models.items()
+        }
+
+    @cached_property
+    def adapters(self) -> ModelShape:
+        """Tensor sizes of the actor's LoRA adapters."""
+        actor = self.models["actor"]
+        return ModelShape.of_adapters(family_of(actor.hf), actor.arch, actor.config.lora)
 
     def estimate(self, config: Config) -> RunMemory:
         """Estimate the memory for a config with the same models.
@@ -96,6 +109,7 @@ class MemoryEstimator:
             teacher_hidden=tuple(self.shapes[name].hidden for name in self.teachers) if role == "actor" else (),
             sampled_gradient=self.sampled_gradient,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
+            adapters=self.adapters if plan.lora else None,
         )
         return RoleModel(self.shapes[role], dims, settings, plan.context)
 
@@ -224,7 +238,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
     """Yield one change for each token budget that is set: it halves the budget.
 
-    A budget that is not set follows the budget of the actor.
+    A budget that is not set follows a budget of the actor.
     """
     for section in ("trainer", "critic"):
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_forward_micro_batch"):
@@ -237,9 +251,9 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs.
+    """Yield layouts in which one parallel axis is doubled: tp, pp or cp with half the replicas or with twice the GPUs.
 
-    Also yield the current layout with twice the replicas.
+    The axis ep is doubled with the same replicas and GPUs. Also yield the current layout with twice the replicas.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

@@ -44,8 +44,8 @@ def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mappin
         if vocab_size != actor.arch.vocab_size:
             raise ValueError(
                 f"{key}: its vocabulary has {vocab_size} tokens and that of the policy {actor.arch.vocab_size}; "
-                "mrl.algorithms.distillation.Distillation compares the probabilities of equal tokens. Use a teacher of the same "
-                "model family, or algorithm=distill, which reads only the sampled tokens."
+                "mrl.algorithms.distillation.Distillation compares the probabilities of teacher and policy for each token id. "
+                "Use a teacher of the same model family, or algorithm=distill, which reads only the sampled tokens."
             )
         if (other := _tokens(path)) and (own := _tokens(actor.model_path)) and own != other:
             raise ValueError(
@@ -120,8 +120,13 @@ def taught_responses(
     return rows
 
 
-def output_layer_folders(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> dict[str, str]:
-    """Return teacher -> folder of its model, or {} unless the loss distills over the whole vocabulary.
+def teacher_output_layer_folders(
+    config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]
+) -> dict[str, str]:
+    """Return teacher -> folder from which the trainer ranks of the actor load the output layer of the teacher.
+
+    These ranks compute the teacher's logits from its hidden states. Returns {} if the loss does not distill over the whole
+    vocabulary.
 
     `models`: the models beside the actor, by role.
     """

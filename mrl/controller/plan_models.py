@@ -6,14 +6,16 @@ function raises ValueError for a mistake in the config. The message names the co
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Family
 from models.conversion.hf_reader import check_hf_folder
-from models.families import family_of
+from models.conversion.lora_mapping import check_lora
+from models.conversion.peft_folder import check_peft, peft_warnings
+from models.families import FAMILIES, family_of
 from models.hf_config import HFConfig
 from models.megatron_overrides import (
     FIELDS_SET_BY_MRL,
@@ -22,19 +24,24 @@ from models.megatron_overrides import (
     check_megatron_overrides,
 )
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
+from mrl.checkpoint.resume import model_identity
 from mrl.config.instantiate import instantiate_callable
-from mrl.config.process_schema import RoleConfig, Transport
+from mrl.config.process_schema import LoraSync, RoleConfig, Transport
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of, teachers_of, token_budgets
+from mrl.controller.plan_fp8 import check_fp8_engines, is_fp8
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
-from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.planner.trainer_state_bytes import layers_of_stages
+from mrl.rollout.engines.server_args import has_cuda
+from mrl.tracking.console import show_warning
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
-from parallel.trainer_config import LrSchedule, OptimConfig
+from parallel.trainer_config import LoraConfig, LrSchedule, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,16 @@ class ModelPlan:
     # output head: vocabulary, value (critic) or score (reward model)
     head: str = field(default="vocabulary", kw_only=True)
     ddp: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # settings of Megatron's data parallelism
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters of the actor, which are then all that is trained; None: the model has no adapters."""
+        is_trained_actor = self.optimizer is not None and self.head == "vocabulary"
+        return self.config.lora if is_trained_actor and self.config.lora.rank else None
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return name -> value: what must be equal in this model and in a checkpoint that it loads. See `model_identity`."""
+        return model_identity(self.arch, self.lora or LoraConfig(), self.model_path, self.config.model.train_vision)
 
     @property
     def context(self) -> int:
@@ -82,6 +99,11 @@ def plan_models(
     return models
 
 
+def without_unread_adapters(config: Config, continues: bool) -> Config:
+    """Return the config without lora.path if the run continues from a checkpoint, because it then does not read this folder."""
+    return replace(config, lora=replace(config.lora, path=None)) if continues else config
+
+
 def plan_model(
     config: Config,
     path: str,
@@ -93,7 +115,8 @@ def plan_model(
     """Plan the model in the folder `path`.
 
     `section` is "" for the actor, and "critic" or "roles.NAME" for a second model. A second model has the actor's layout, except
-    for the keys that its config section sets. If `weights` is False, only config.json is read. `head`: see ModelPlan.
+    for the keys that its config section sets. `optimizer` is the optimizer of a second model; the actor has config.optim. If
+    `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
@@ -104,10 +127,25 @@ def plan_model(
             "language model. `mrl sft objective=reward_model` trains a reward model."
         )
     check_layout(config, arch, dims)
+    if arch.window and not arch.has_sinks and dims.cp > 1 and not config.trainer.share_prompts:
+        raise ValueError(
+            f"trainer.share_prompts=false with parallel.cp={dims.cp}: on GPUs, Transformer Engine would compute the attention, "
+            "but it has no sliding windows with context parallelism; set trainer.share_prompts=true, or parallel.cp=1."
+        )
+    if config.lora.rank and not section:
+        _check_lora(config, hf, arch, head)
+        _check_adapted_stages(config, arch, dims)
+    if arch.has_recurrent_layers and (fp8 := config.megatron.get("fp8")):
+        raise ValueError(
+            f"megatron.fp8={fp8}: trainers compute gated delta nets only in model.dtype; leave the key out."
+        )
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
+    if not section:
+        _check_vision(config, arch)
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
-    packing = Packing(budgets.train, config.trainer.share_prompts, CostModel(*arch.multiply_adds()), budgets.forward)
+    cost = CostModel(*arch.multiply_adds(None if head == "vocabulary" else 1))
+    packing = Packing(budgets.train, config.trainer.share_prompts, cost, budgets.forward)
     optim = optimizer if section else _actor_optimizer(config)
     ddp = config.trainer.ddp | (config.critic.ddp if section == "critic" else {})
     return ModelPlan(config, dims, optim, path, hf, arch, packing, head=head, ddp=ddp)
@@ -133,7 +171,44 @@ def section_of(role: str) -> str:
 
 def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
     """Raise ValueError if the layout cannot shard this model."""
-    arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
+    is_uneven = bool(UNEVEN_STAGE_FIELDS & config.megatron.keys())
+    arch.check_layout(dims, uneven_stages=is_uneven)
+    if is_uneven and arch.vision and arch.vision.num_features:
+        _check_first_stage(config, arch.vision.num_features, arch.num_layers, dims)
+
+
+def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
+    """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
+    if layout := config.megatron.get("pipeline_model_parallel_layout"):
+        raise ValueError(
+            f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know whether the "
+            f"first stage has the first {num_features} layers, which get features of the vision tower; use "
+            "megatron.num_layers_in_first_pipeline_stage."
+        )
+    count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
+    if count < num_features:
+        raise ValueError(
+            f"megatron: the first of the pipeline stages has {count} layers, but the first {num_features} layers get features of "
+            "the vision tower and must be in it; set a larger num_layers_in_first_pipeline_stage, or use fewer stages."
+        )
+
+
+def _check_vision(config: Config, arch: Architecture) -> None:
+    """Raise ValueError if the vision tower cannot be trained as the config says."""
+    if not config.model.train_vision:
+        return
+    if arch.vision is None:
+        raise ValueError(f"model.train_vision=true: {config.model.path} has no vision tower; leave it false.")
+    if config.lora.rank:
+        raise ValueError(
+            f"model.train_vision=true with lora.rank={config.lora.rank}: only the adapters are trained, and the vision tower has "
+            "none; set model.train_vision=false, or lora.rank=0."
+        )
+    if arch.vision.num_features and config.megatron.get("recompute_granularity") == "full":
+        raise ValueError(
+            "megatron.recompute_granularity=full: each recomputed layer would run the backward pass of the vision tower again; "
+            "leave the key out, use selective, or set model.train_vision=false."
+        )
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routing_replay: bool) -> None:
@@ -141,11 +216,58 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routi
     if routing_replay and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
     check_load_balancing(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
-    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
+    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (
+        dims.pp > 1 or dims.equal_micro_batch_counts
+    ):
         raise ValueError(
             "megatron.moe_token_dispatcher_type=allgather: exchanges packs of equal length only, so parallel.pp must be 1 "
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
             f"cp={dims.cp}. Use alltoall, the default."
+        )
+
+
+_LORA_CONFLICTS = {
+    "moe_router_bias_update_rate": "the routers of a model with adapters are frozen",
+    "moe_shared_expert_overlap": "the shared experts get gathered tokens, which their adapters do not expect",
+    "use_transformer_engine_op_fuser": "fused operations do not call the linear layers, so they would ignore the adapters",
+}
+"""Fields of Megatron that a run with adapters cannot set -> the reason."""
+
+
+def _check_lora(config: Config, hf: HFConfig, arch: Architecture, head: str) -> None:
+    """Raise ValueError if the actor cannot have the adapters that the section `lora` describes."""
+    lora = config.lora
+    if head != "vocabulary":
+        raise ValueError(
+            f"lora.rank={lora.rank}: a reward model has no adapters, because its new head is trained; leave out lora.rank."
+        )
+    for name, reason in _LORA_CONFLICTS.items():
+        if value := config.megatron.get(name):
+            raise ValueError(
+                f"megatron.{name}={value} with lora.rank={lora.rank}: {reason}; leave it out, or set lora.rank=0."
+            )
+    offloaded = config.megatron.get("offload_modules") or ()
+    if lora.experts and config.megatron.get("fine_grained_activation_offloading") and "expert_fc1" in offloaded:
+        raise ValueError(
+            "megatron.offload_modules: with lora.experts=true, it cannot contain expert_fc1, because Megatron frees the input of "
+            "the experts on the GPU, which their adapters need; leave expert_fc1 out."
+        )
+    check_lora(lora, family_of(hf), arch)
+    if lora.path:
+        check_peft(lora, family_of(hf), arch)
+        for text in peft_warnings(lora, config.model.dtype):
+            show_warning(text)
+
+
+def _check_adapted_stages(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ValueError if a virtual stage has no layers, and so no adapters."""
+    if config.megatron.get("pipeline_model_parallel_layout"):
+        return  # mrl does not read this layout
+    stages = layers_of_stages(arch.num_layers, dims, config.megatron)
+    if any(count == 0 for counts in stages for count in counts):
+        raise ValueError(
+            f"lora.rank={config.lora.rank}: every virtual pipeline stage needs a layer with adapters, but the stages have "
+            f"{stages} layers; use a smaller parallel.pp or parallel.vpp, or other keys for the layers of stages in megatron."
         )
 
 
@@ -219,11 +341,14 @@ def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     """Return how the engines shard the model. Raises ValueError if SGLang or weight sync does not support this layout."""
     layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_topology(config, actor))
+    if is_fp8(config):
+        layout = layout.with_block_scales()
+        check_fp8_engines(config, actor.arch, layout, actor.dims)
     layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
     return layout
 
 
-def engine_topology(config: Config, actor: ModelPlan) -> Topology:
+def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     """Return the parallel sizes of one engine. Raises ValueError if SGLang or weight sync does not support them."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
@@ -241,30 +366,87 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
         raise ValueError(
             "sglang.enable_dp_lm_head=true: weight sync does not support engines with a data-parallel output layer."
         )
-    topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    if config.model.train_vision and config.weight_sync.transport != Transport.disk:
+        raise ValueError(
+            "model.train_vision=true: the weights of the vision tower reach the engines only by disk, not by "
+            f"weight_sync.transport={config.weight_sync.transport}; set weight_sync.transport=disk."
+        )
+    topology = EngineParallelSizes(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
     if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):
         raise ValueError(
             f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."
         )
-    family_of(actor.hf).check_engine(actor.hf, actor.arch)
+    family = family_of(actor.hf)
+    family.check_engine(actor.hf, actor.arch)
+    if not config.rollout.engine_urls:
+        advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
+        check_engine_device(config, family, advice=advice)
     check_heads(actor.arch, topology)
+    _check_key_norms(family, actor.arch, topology)
+    if config.weight_sync.transport != Transport.disk:
+        check_expert_biases(actor.arch, topology)
     return topology
+
+
+def _check_key_norms(family: Family, arch: Architecture, topology: EngineParallelSizes) -> None:
+    """Raise ValueError if SGLang normalizes the keys of all heads together, and several engine ranks would hold the same head."""
+    heads = arch.transformer["num_query_groups"]
+    has_norm = any(row.whole_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
+    if has_norm and topology.tp // topology.dp > heads:
+        raise ValueError(
+            f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "
+            f"the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
+        )
+
+
+def check_served_folders(config: Config) -> None:
+    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder, or would be on CPUs and needs GPUs."""
+    for name, role in roles_of(config).items():
+        if not role.is_served:
+            continue
+        key = f"roles.{name}.path={role.path}"
+        if not Path(str(role.path), "config.json").is_file():
+            raise ValueError(
+                f"{key}: there is no config.json in this folder; expected a Hugging Face folder of the model that SGLang serves."
+            )
+        for architecture in HFConfig.load(str(role.path)).fields.get("architectures") or ():
+            if family := FAMILIES.get(architecture):  # SGLang also serves models of other families
+                check_engine_device(config, family, key)
+
+
+def check_engine_device(config: Config, family: Family, key: str = "model.path", *, advice: str = "use GPUs") -> None:
+    """Raise ValueError if SGLang's servers would be on CPUs, but SGLang cannot compute models of this family there.
+
+    `key`: names the model. `advice`: what the user can do.
+    """
+    if family.engine_needs_gpu and _engines_use_cpus(config):
+        raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
+
+
+def _engines_use_cpus(config: Config) -> bool:
+    """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
+    cluster = config.cluster
+    if config.sglang.get("device") == "cpu":
+        return True
+    if cluster.scheduler or cluster.hardware.name:
+        return not max(gpus_of_nodes(cluster))
+    return not (cluster.address or has_cuda())
 
 
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    The trainer ranks are those of the actor. Raises ValueError if the weights cannot travel between these GPUs, or if an engine
-    would have different numbers of GPUs on its nodes. When the run starts, it applies the same rules to the actual GPUs
-    (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
+    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters. Raises ValueError
+    if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its nodes. When the
+    run starts, it applies the same rules to the actual GPUs (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """
     senders, receivers = (
         [ProcessLocation(*place) for place in locate_ranks(devices, role)] for role in ("actor", "engines")
     )
     if receivers:
         _check_nodes_of_engines(receivers, devices.pools.by_role["engines"].demands["engines"].tp_size)
-    requested = config.weight_sync.transport
-    if requested == Transport.disk or not receivers:
+    requested, only_adapters = config.weight_sync.transport, config.weight_sync.lora == LoraSync.adapter
+    if requested == Transport.disk or only_adapters or not receivers:
         return Transport.disk, senders, receivers
     return choose_transport(requested, senders, receivers), senders, receivers
 

@@ -1,4 +1,7 @@
-"""The prompts of a run: training prompts and held-out sets, read and checked before any process starts."""
+"""The prompts of a run: training prompts and held-out sets, read and checked before any process starts.
+
+For prompts with images, this module also has the settings of the engines, and the check that all models can read the images.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from models.architecture import Architecture
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
-from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length
+from mrl.config.validate import roles_of, teachers_of
+from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_models import ModelPlan, chat_template, max_prompt_length, section_of
 from mrl.core.metric_families import name_part
 from mrl.data.columns import PromptExample
+from mrl.data.images import PROCESSOR_BACKEND, ImagePrompts, processor_settings
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.rewards.pass_at_k import MAX_SAMPLES
@@ -18,17 +25,19 @@ from mrl.rewards.reward_types import Response, Reward, unscored_reason
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
-from mrl.rollout.held_out import HeldOutEvaluation
-from mrl.rollout.step_metrics import MAX_SOURCES
+from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation
 from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)
 
+_BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
 A held-out set that has no other sampling key is sampled twice (see plan_evaluations).
 """
+DATA_TEST = ""  # name of data.test among the held-out sets
+NO_SUFFIX = ""  # `kind` of a set with sampling keys of its own: its metric names have no suffix
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -36,27 +45,32 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
 
     By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
     sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
+
+    `kind` is the suffix of metric names: "sampled", "greedy" or NO_SUFFIX.
     """
     default_rows = config.trainer.eval_rows
-    default_sets: dict[str, int | None] = {"": default_rows} if config.data.test else {}
+    default_sets: dict[str, int | None] = {DATA_TEST: default_rows} if config.data.test else {}
     base = SamplingParams(config.rollout.max_response_tokens)
     own: list[HeldOutEvaluation] = []
     rewards = own_rewards(config.data.test_sets)
     for name, node in config.data.test_sets.items():
         key, settings = f"data.test_sets.{name}", node if isinstance(node, dict) else {}
         rows = _number_of_rows(settings, key, default_rows)
-        sampling = {each: value for each, value in settings.items() if each in SAMPLING_KEYS}
+        sampling = {setting: value for setting, value in settings.items() if setting in SAMPLING_KEYS}
         if not sampling and name not in rewards:
             default_sets[name] = rows
             continue
         params = SamplingParams.of(sampling, key, base)
         if params.n > MAX_SAMPLES:
             raise ValueError(f"{key}.n={params.n}: at most {MAX_SAMPLES} responses to a prompt are evaluated.")
-        kinds = {"": params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
-        own += [HeldOutEvaluation({name: rows}, each, kind, rewards.get(name)) for kind, each in kinds.items()]
+        samplings = {NO_SUFFIX: params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
+        own += [
+            HeldOutEvaluation({name: rows}, params_of_kind, kind, rewards.get(name))
+            for kind, params_of_kind in samplings.items()
+        ]
     _check_metric_names(config.data.test_sets)
-    default = [
-        HeldOutEvaluation(default_sets, params, kind, has_total=True)
+    default = [  # with metrics of all these sets together (`has_overall_metrics`)
+        HeldOutEvaluation(default_sets, params, kind, has_overall_metrics=True)
         for kind, params in _default_samplings(base).items()
         if default_sets
     ]
@@ -159,9 +173,71 @@ def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
     return find_fault
 
 
+def image_args(actor: ModelPlan) -> dict[str, Any]:
+    """Return server arguments of an image model, with which SGLang computes pixels and position embeddings as trainers do."""
+    if not actor.arch.vision:
+        return {}
+    return {"enable_precise_embedding_interpolation": True, _BACKEND: PROCESSOR_BACKEND}
+
+
+def image_environment(config: Config) -> dict[str, str]:
+    """Return environment variables of the engines.
+
+    SGLang (0.5.23) caches outputs of the vision tower, and keeps them when it loads new weights. If the tower is trained, cached
+    outputs are wrong, so mrl turns the cache off.
+    """
+    return dict(SGLANG_VLM_CACHE_SIZE_MB="0") if config.model.train_vision else {}
+
+
+def check_image_engines(config: Config, arch: Architecture, colocated_roles: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError if the section `sglang` has values with which engines of an image model sample wrongly."""
+    if arch.vision is None:
+        return
+    if config.sglang.get(_BACKUP) is False and any(ENGINES in roles for roles in colocated_roles):
+        raise ValueError(
+            f"sglang.{_BACKUP}=false: colocated engines lose their weights when they are offloaded, and trainers do not send the "
+            "vision tower; leave the key out."
+        )
+    if (backend := config.sglang.get(_BACKEND, PROCESSOR_BACKEND)) != PROCESSOR_BACKEND:
+        raise ValueError(
+            f"sglang.{_BACKEND}={backend}: trainers compute pixels with {PROCESSOR_BACKEND}, and others give other pixels; "
+            "leave the key out."
+        )
+
+
+def check_readers_of_images(config: Config, models: Mapping[str, ModelPlan], *data: PromptDataset | None) -> None:
+    """Raise ValueError if a part of the run cannot read the images of the prompts in `data`."""
+    if not any(prompts is not None and prompts.has_images for prompts in data):
+        return
+    if config.rollout.agent:
+        raise ValueError("rollout.agent: agents do not support prompts with images; remove the agent, or these rows.")
+    for name in teachers_of(config):
+        if roles_of(config)[name].is_served:
+            raise ValueError(f"roles.{name}: served teachers get no images; use a teacher on trainer ranks.")
+    own = models["actor"]
+    for name, model in models.items():
+        if _image_format(model) is None or _image_format(model) != _image_format(own):
+            raise ValueError(
+                f"{section_of(name)}.path={model.model_path}: the model does not read the images of the actor's prompts; use an "
+                "image model of the same family with the same image processor."
+            )
+
+
+def _image_format(model: ModelPlan) -> tuple[Any, ...] | None:
+    """Return what determines the tokens and pixels of an image; None: the model reads no images."""
+    vision = model.arch.vision
+    if vision is None:
+        return None
+    patch = [vision.config[name] for name in ("patch_size", "temporal_patch_size")]
+    return vision.model_type, vision.image_token, vision.merge_size, patch, processor_settings(model.model_path)
+
+
 def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
     constraints = PromptConstraints(
-        max_prompt_length(config, actor.context), actor.arch.vocab_size, chat_template(config)
+        max_prompt_length(config, actor.context),
+        actor.arch.vocab_size,
+        chat_template(config),
+        ImagePrompts.of(actor.model_path, actor.arch.vision),
     )
     data = PromptDataset.load(sources, actor.model_path, constraints)
     bad_rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"

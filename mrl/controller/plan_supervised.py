@@ -13,7 +13,7 @@ from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import ModelPlan, chat_template
-from mrl.data.preference_dataset import RowForm
+from mrl.data.supervised_dataset import RowForm
 
 ROW_FORMS = ("responses", "pairs", "labels")
 
@@ -62,7 +62,10 @@ class SupervisedObjective:
 
     @property
     def weighting(self) -> TokenWeighting:
-        """Rule that computes the token weights in the loss. All pairs, or all labeled responses, have equal weights."""
+        """Rule that computes the token weights.
+
+        All tokens of plain responses have equal weights. All pairs, or all labeled responses, have equal weights.
+        """
         return TokenWeighting(token_mean if self.form.rows == "responses" else sequence_mean)
 
 
@@ -76,11 +79,16 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
 
 
 def check_warm_start(config: Config) -> None:
-    """Raise ValueError if the objective of a warm start trains another model than the actor."""
+    """Raise ValueError if the objective of a warm start trains another model than the actor, or if LoRA forbids sft.output."""
     if SupervisedObjective.of(config).head != "vocabulary":
         raise ValueError(
             f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "
             "start of the actor; train it with mrl sft, or set sft.train=null."
+        )
+    if config.lora.rank and config.sft.output:
+        raise ValueError(
+            f"sft.output={config.sft.output} with lora.rank={config.lora.rank}: a resumed run would add its adapters to the "
+            "merged weights in this folder; set sft.output=null, or make the folder with mrl sft and set model.path to it."
         )
 
 
@@ -88,7 +96,10 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective."""
+    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective.
+
+    With data.inputs, run.seed is left out, so runs with different seeds share one warm start.
+    """
     sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]
     if not sft["optim"]["megatron"]:
@@ -96,6 +107,8 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
     if sft["objective"] == SftConfig().objective:
         del sft["objective"]
     settings = dict(model=config.model.path, seed=None if config.data.inputs else config.run.seed, sft=sft)
+    if config.lora.rank:
+        settings["lora"] = asdict(config.lora)
     chat = {name: value for name, value in asdict(chat_template(config)).items() if value}
     return settings | (dict(chat=chat) if chat else {})
 

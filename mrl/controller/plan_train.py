@@ -5,12 +5,12 @@ Every function raises ValueError for a mistake in the config. The message names 
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.algorithms.distillation import TEACHER_OUTPUTS
+from mrl.algorithms.distillation import TEACHER_OUTPUTS, reads_rewards
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point
@@ -19,31 +19,43 @@ from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config, SftConfig
 from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
+from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
+from mrl.controller.plan_fp8 import check_fp8_device, is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     chat_template,
+    check_served_folders,
     engine_layout,
     make_input_files,
     plan_models,
+    without_unread_adapters,
 )
-from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_step_data import (
+from mrl.controller.plan_prompts import (
+    check_image_engines,
+    check_readers_of_images,
+    image_args,
+    load_prompt_datasets,
+    plan_evaluations,
+)
+from mrl.controller.plan_step import (
+    StepPlan,
     check_epochs,
     check_sampling,
+    check_step_sources,
     num_steps,
     plan_offline,
     plan_prompt_drawing,
     plan_sampling,
+    plan_step,
     prompt_stream,
     tokenizer_args,
     warn_of_sampling,
 )
 from mrl.controller.plan_supervised import check_supervised_data, check_warm_start, find_finished_warm_start
-from mrl.controller.step_plan import StepPlan, check_step_sources, plan_step
+from mrl.core.code_locations import plug_in_name
 from mrl.core.types import OFFLINE
-from mrl.core.user_code import plug_in_name
 from mrl.data.offline import OfflineRows
 from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.data.tokenizer import load_tokenizer
@@ -57,14 +69,16 @@ from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import (
     DETERMINISTIC,
     REWARD_MODELS,
+    block_fp8_args,
     check_server_args,
     check_synced_args,
     default_server_args,
 )
-from mrl.rollout.held_out import HeldOutEvaluation, rewards_of_sets
+from mrl.rollout.response_metrics import HeldOutEvaluation, rewards_of_sets
 from mrl.tracking.backends import check_installed
 from mrl.tracking.console import show_warning
 from mrl.tracking.learning_health import LearningSettings, find_static_problems
+from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +101,12 @@ class TrainPlan(ModelPlan):
     rules: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
     offline: OfflineRows | None  # responses from a file, on which steps also train; None: there are none
     others: Mapping[str, ModelPlan]  # the models beside the actor, by role
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Adapters of the actor. If the run continues from a checkpoint, the checkpoint has them, and lora.path is not read."""
+        lora = super().lora
+        return replace(lora, path=None) if lora and self.resume.checkpoint else lora
 
     @property
     def models(self) -> dict[str, ModelPlan]:
@@ -153,13 +173,15 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
-    models = plan_models(config, algorithm.needs, actor_path=finished_warm_start)
-    actor = models["actor"]
+    read_config = without_unread_adapters(config, resume.checkpoint is not None)  # see TrainPlan.lora
+    models = plan_models(read_config, algorithm.needs, actor_path=finished_warm_start)
+    actor = replace(models["actor"], config=config)
     check_distillation(config, algorithm, models)
     sampling, evaluations = plan_sampling(config), plan_evaluations(config)
     check_sampling(config, sampling, evaluations, actor.arch.vocab_size)
     warn_of_sampling(config, algorithm.objective)
     train, test = load_prompt_datasets(config, actor, reward, evaluations)
+    check_readers_of_images(config, models, train, test)
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
@@ -169,12 +191,13 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     if warm_start:
         check_warm_start(config)
         check_supervised_data(config, actor)
+    check_adapter_sync(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
     others = {role: model for role, model in models.items() if role != "actor"}
     parts = {"actor", *({"critic"} & others.keys())}
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
-    check_checkpoint_fits(resume, actor.arch, parts)
+    check_checkpoint_fits(resume, actor.identity(), parts)
     check_pickles(resume, parts)
     _check_prompt_position(resume, prompt_stream(config, train, rules))
     plan = TrainPlan(
@@ -183,7 +206,10 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         step=step,
         reward=reward,
         agent=_build_agent(config, actor),
-        server_args=_server_args(config, actor.context, sampling, evaluations),
+        server_args=dict(family_of(actor.hf).engine_args)
+        | image_args(actor)
+        | adapter_server_args(config, actor)
+        | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
         rules=rules,
         offline=plan_offline(config, actor, algorithm),
@@ -202,8 +228,11 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 def _check_whole_plan(plan: TrainPlan) -> None:
     """Raise ValueError if parts of the plan do not fit together. Warn of keys that are not used."""
     config, algorithm = plan.config, plan.algorithm
+    check_fp8_device(plan.server_args, plan.arch)
     check_profile(config, max(model.dims.world_size for model in plan.models.values()), plan.num_steps)
     check_time_sharing(config, plan.colocated_roles)
+    check_shared_devices(config, plan.colocated_roles)
+    check_image_engines(config, plan.arch, plan.colocated_roles)
     rewards = {"reward": plan.reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
     teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
@@ -255,7 +284,7 @@ def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Colle
 def check_profile(config: Config, num_ranks: int, last: int | None = None) -> None:
     """Raise ValueError if the section `profile` names a step or a trainer rank that the run does not have.
 
-    `last`: last step of the run; None: trainer.max_steps.
+    Also raise ValueError if the section names steps but no rank. `last`: last step of the run; None: trainer.max_steps.
     """
     profile, max_steps = config.profile, config.trainer.max_steps
     last = max_steps if last is None else last
@@ -285,8 +314,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards=not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"})
-        or getattr(advantage, "uses_token_rewards", True),
+        reads_rewards=reads_rewards(advantage, algorithm.needs),
         mask_truncated=config.algorithm.mask_truncated,
     )
 
@@ -381,17 +409,7 @@ def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[
         if len(fractions) > 1 and sum(fractions.values()) >= 1:
             raise ValueError(
                 f"{', '.join(f'{key}={value:g}' for key, value in fractions.items())}: these servers share GPUs "
-                "(placement.pools) and are in their memory at the same time; set fractions whose sum is below 1."
-            )
-
-
-def check_served_folders(config: Config) -> None:
-    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder."""
-    for name, role in roles_of(config).items():
-        if role.is_served and not Path(str(role.path), "config.json").is_file():
-            raise ValueError(
-                f"roles.{name}.path={role.path}: there is no config.json in this folder; expected a Hugging Face folder of the "
-                "model that SGLang serves."
+                "(placement.pools) and use their memory at the same time; set fractions whose sum is below 1."
             )
 
 
@@ -467,6 +485,7 @@ def _server_args(
             raise ValueError(f"sglang.{DETERMINISTIC}=false contradicts rollout.deterministic=true; leave it out.")
         defaults[DETERMINISTIC] = True
     defaults |= tokenizer_args(config, sampling, evaluations)
+    defaults |= block_fp8_args() if is_fp8(config) else {}
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
     # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.run_dir import lock_run_dir
-from mrl.checkpoint.starts import record_run
+from mrl.checkpoint.run_dir import lock_run_dir, record_run
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
@@ -19,15 +18,23 @@ from mrl.config.validate import roles_of
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import State
-from mrl.controller.plan_distillation import output_layer_folders
+from mrl.controller.model_processes import (
+    ModelGroups,
+    ServedModel,
+    on_slots,
+    served_groups,
+    served_roles,
+    stored_warm_start,
+)
+from mrl.controller.plan_adapters import syncs_adapters
+from mrl.controller.plan_distillation import teacher_output_layer_folders
 from mrl.controller.plan_models import ModelPlan, chat_template, gpu_transport
+from mrl.controller.plan_prompts import image_environment
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.served_roles import ServedModel, on_slots, served_groups, served_roles
 from mrl.controller.supervised_stage import store_warm_start, train_supervised
-from mrl.controller.worker_groups import ModelGroups, stored_warm_start
+from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
-from mrl.core.shutdown import shutdown_deadline
-from mrl.data.group_sizes import largest_size
+from mrl.data.samplers import largest_size
 from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
@@ -67,7 +74,7 @@ class RunProcesses:
         worker = self._start_rollout_worker(placements)
         stack.callback(worker.close)
         self.engines = EngineLifecycle(
-            host=worker,
+            engine_processes=worker,
             actor=self.models.actor,
             scheduler=self.scheduler,
             settings=config.weight_sync,
@@ -145,7 +152,7 @@ class RunProcesses:
 
     def _output_layers_of_teachers(self) -> dict[str, str]:
         """Return teacher -> folder from which the actor's ranks read the output layer of this teacher."""
-        folders = output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
+        folders = teacher_output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
         paths = self._paths_of_others()
         return {name: str(Path(paths.get(name, folder)).resolve()) for name, folder in folders.items()}
 
@@ -169,6 +176,9 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
     """Return the spec from which the rollout worker is built."""
     config, rollout = plan.config, plan.config.rollout
     engines_are_colocated = any(ENGINES in roles for roles in plan.colocated_roles)
+    saver = memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}
+    if saver and (syncs_adapters(config) or plan.arch.vision):
+        saver |= dict(enable_weights_cpu_backup=True)  # no push sends the base model, or the vision tower, again
     return RolloutSpec(
         model_path=str(Path(plan.model_path).resolve()),
         run_dir=run_dir,
@@ -206,7 +216,8 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         record=rollout.record,
         replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
         served=served_groups(config, run_dir, plan.colocated_roles),
-        server_args=(memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}) | plan.server_args,
+        server_args=saver | plan.server_args,
+        engine_env=image_environment(config),
     )
 
 
@@ -234,7 +245,8 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
     """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. The ranks end when the context exits.
 
-    Raises StartupLostError if a process is lost during the start.
+    Raises StartupLostError if Ray does not start, and another ProcessesLostError if a rank is lost while it builds the model.
+    Raises StartError if the cluster has no room for the ranks, or if the ranks cannot build the model.
     """
     startup = Startup()
     with _closed_in_time() as stack:
@@ -284,10 +296,10 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
 
 
 def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
-    """Return the NCCL variables that must be equal in trainer ranks and engines, if these may join common NCCL groups.
+    """Return the NCCL variables that must be equal in trainer ranks and engines, because both may join a common NCCL group.
 
-    If the actor and the engines share a pool, they never join a common NCCL group. The result is then {}, so NCCL keeps its
-    defaults in the trainer ranks. A warning names each variable that has another value in this process.
+    If the run has no engines, or if the actor and the engines share a pool, there is no such group. The result is then {}, so
+    NCCL keeps its defaults in the trainer ranks. A warning names each variable that has another value in this process.
     """
     engines, actor = pools.by_role.get("engines"), pools.by_role["actor"]
     if engines in (None, actor):
@@ -304,6 +316,10 @@ def shared_nccl_variables(config: Config, pools: Pools) -> dict[str, str]:
 
 
 MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes
+
+
+class NoIntactCheckpointError(ValueError):
+    """Every checkpoint from which lost trainers could restart is damaged."""
 
 
 @dataclass
@@ -332,7 +348,7 @@ class ProcessRecovery:
     def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         """Restart the lost processes. Returns the state that matches the trainers' weights (see LostProcessRecovery).
 
-        Raises the latest error if all restarts are used up.
+        Raises the latest error if all restarts are used up. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         while True:
             checkpoint = self.store.latest() or self.initial_checkpoint
@@ -347,6 +363,8 @@ class ProcessRecovery:
                 return self._restart(error, state_after_step)
             except ProcessesLostError as another:
                 error, state_after_step = another, None
+            except NoIntactCheckpointError:
+                raise  # another restart would find the same files
             except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
                 error, state_after_step = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
 
@@ -365,14 +383,17 @@ class ProcessRecovery:
     def _intact_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that is not damaged. If there is none, return the checkpoint that the run began with.
 
-        Returns None if the run has no checkpoint at all. Raises ValueError if all checkpoints are damaged.
+        Returns None if the run has no checkpoint at all. Raises NoIntactCheckpointError if all checkpoints are damaged.
         """
         if checkpoint := self.store.latest_intact():
             return checkpoint
         if self.initial_checkpoint:
-            self.initial_checkpoint.check_hashes()
+            try:
+                self.initial_checkpoint.check_hashes()
+            except ValueError as error:
+                raise NoIntactCheckpointError(str(error)) from error
         elif self.store.damaged:
-            raise ValueError(
+            raise NoIntactCheckpointError(
                 f"{self.store.folder}: the checkpoints of steps {sorted(self.store.damaged)} are damaged and there is no other, "
                 "so the trainers cannot be restarted; restore a checkpoint from a copy, and start the same command again."
             )

@@ -11,7 +11,7 @@ from typing import Any
 from mrl.config.schema import Config, ScoringConfig
 from mrl.controller.plan_models import chat_template
 from mrl.controller.plan_train import TrainPlan
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.placement.ray_cluster import copy_for_actor
@@ -25,15 +25,16 @@ from mrl.rewards.reward_types import (
     Turn,
     call_reward,
 )
-from mrl.rewards.worker_pool import WorkerPool
+from mrl.rewards.scorer import WorkerPool
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.held_out import rewards_of_sets
+from mrl.rollout.response_metrics import rewards_of_sets
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0  # longest wait, at the end of the rehearsal, for a new worker process that is still starting
-NUM_ROWS = 2  # number of rows of each data source for which responses are made up
+# Responses are made up for this many rows of each combination of data source, ability and style.
+NUM_ROWS = 2
 PLAIN_TEXT = "This is a made-up response."
 EXPECTED = "expected a finite number, a bool, a dict whose key 'score' is a finite number, or a Score for each response"
 # Failures that may be temporary: the server of a reward may start later than the run, and a first call may load a model.
@@ -41,17 +42,18 @@ _TEMPORARY_FAILURE = re.compile(r"\w*(Connect|Timeout|Network|HTTP)\w*: |no scor
 
 
 def rehearse(plan: TrainPlan) -> None:
-    """Call the agent with a made-up turn, and the reward with made-up responses to the first rows of each data source.
+    """Call the agent with a made-up turn, and each reward with made-up responses to the first rows that this reward scores.
 
-    The rows are rows of the training data. The reward of a held-out set is called for the first rows of this set.
+    These rows are the first rows of each combination of data source, ability and style in the training data. For the reward of a
+    held-out set, they are rows of this set. Before these calls, this function logs the first prompts, as the chat template
+    renders them. If scoring.rehearse is false, it does nothing else.
 
     A reward runs in a worker process, or in a thread if it has `in_process = True`, with the time limits of the run. The worker
-    process ends before this function returns. Rewards that have `needs_server = True` are not called. The first prompts are
-    logged, as the chat template renders them.
+    process ends before this function returns. Rewards that have `needs_server = True` are not called.
 
     Raises ValueError if the agent fails, if a reward cannot be pickled or returns an invalid score, or if a reward fails for all
-    responses. Failures for only some responses, and failures that may be temporary (a network error or a timeout), are logged
-    as a warning.
+    responses of a combination. Failures for only some responses, and failures that may be temporary (a network error or a
+    timeout), are logged as a warning.
     """
     tokenizer = load_tokenizer(plan.model_path, chat_template(plan.config))
     rows = range(min(NUM_ROWS, len(plan.train)))
@@ -85,7 +87,10 @@ def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: boo
 
 
 def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right: bool) -> Response:
-    """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence."""
+    """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence.
+
+    It is also a plain sentence if the ground truth is neither a text nor a number.
+    """
     truth = data.ground_truth(row)
     text = str(truth) if is_right and isinstance(truth, str | int | float) else PLAIN_TEXT
     return Response(
@@ -98,9 +103,11 @@ def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right:
 
 
 def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig, key: str = "reward") -> None:
-    """Call a reward, or each inner reward of a combined reward, with the first NUM_ROWS responses that it scores.
+    """Call a reward, or each inner reward of a combined reward, with the responses that it scores.
 
-    `key`: config key of the reward. Raises ValueError as `rehearse` does.
+    The responses of each combination of data source, ability and style are one call. After a failure that may be temporary, the
+    reward is not called again, because each further call could take as long. `key`: config key of the reward. Raises ValueError
+    as `rehearse` does.
     """
     named = list(_named_rewards(reward, responses, key))
     rewards = [(name, each, given) for name, each, given in named if given and not getattr(each, "needs_server", False)]
@@ -112,7 +119,9 @@ def rehearse_reward(reward: Reward, responses: list[Response], settings: Scoring
     try:
         for name, each, given in rewards:
             index = next((i for i, other in enumerate(in_workers) if other is each), None)
-            _check_scores(name, _call(copies.get(name, each), index, pool, given, settings), given)
+            for part in _by_combination(given):
+                if _check_scores(name, _call(copies.get(name, each), index, pool, part, settings), part):
+                    break
     finally:
         if pool:
             pool.wait_started(START_TIMEOUT_S)
@@ -136,12 +145,20 @@ def _copy(name: str, reward: Reward) -> Reward:
 def _named_rewards(
     reward: Reward, responses: list[Response], name: str
 ) -> Iterator[tuple[str, Reward, list[Response]]]:
-    """Yield (config key, reward, its first NUM_ROWS responses) of each reward in a combined reward, or of the reward itself."""
+    """Yield (config key, reward, its responses) of each reward in a combined reward, or of the reward itself."""
     if not isinstance(reward, CombinedReward):
-        yield name, reward, responses[:NUM_ROWS]
+        yield name, reward, responses
         return
     for key, indices in reward.assign(responses).items():
         yield from _named_rewards(reward.inner_rewards[key], [responses[i] for i in indices], f"{name}.{key}")
+
+
+def _by_combination(responses: Sequence[Response]) -> list[list[Response]]:
+    """Return the responses of each combination of data source, ability and style."""
+    found: dict[tuple[str, str, str], list[Response]] = {}
+    for response in responses:
+        found.setdefault((response.data_source, response.ability, response.style), []).append(response)
+    return list(found.values())
 
 
 def _call(
@@ -171,7 +188,7 @@ def _call(
 
 
 def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> CallResult:
-    """Call a reward that has `in_process = True` in a thread, and wait for it for at most `limit_s` seconds."""
+    """Call a reward that has `in_process = True` in a thread. Wait at most `limit_s` seconds for its scores."""
     results: list[CallResult] = []
     thread = threading.Thread(target=lambda: results.append(call_reward(reward, batch)), daemon=True)
     thread.start()
@@ -179,18 +196,22 @@ def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> Ca
     return results[0] if results else f"no score within {limit_s:.1f} s."
 
 
-def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Response]) -> None:
-    """Raise ValueError, or log a warning, if scores failed. `name` is the config key of the reward."""
+def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Response]) -> bool:
+    """Raise ValueError, or log a warning, if scores failed. `name` is the config key of the reward.
+
+    Returns whether a score failed for a reason that may be temporary.
+    """
     failures = [(score.failure, response) for score, response in zip(scores, responses, strict=True) if score.failure]
     if not failures:
-        return
+        return False
     invalid = [failure for failure in failures if failure[0].startswith(INVALID_RESULT)]
     reason, response = (invalid or failures)[0]
     called = (
         f"It was called with the made-up response {response.text!r:.60} to row {response.group} of the "
         f"{'held-out prompts' if name.startswith('data.') else 'training data'}"
     )
-    if not invalid and (len(failures) < len(scores) or _TEMPORARY_FAILURE.match(reason)):
+    may_be_temporary = _TEMPORARY_FAILURE.match(reason) is not None
+    if not invalid and (len(failures) < len(scores) or may_be_temporary):
         logger.warning(
             "%s: the reward function failed for %d of %d made-up responses: %s. In the run, a response that cannot be scored "
             "gets the reward 0. %s.",
@@ -200,7 +221,7 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
             reason,
             called,
         )
-        return
+        return may_be_temporary
     expected = f"\n  {EXPECTED}." if invalid else ""
     raise ValueError(
         f"{name}: the reward function failed before the start: {reason}{expected}\n  {called}.\n"
@@ -210,7 +231,7 @@ def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Respon
 
 def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
     """Let the agent respond with a single made-up turn, which calls no tool. Raises ValueError if the agent fails."""
-    conversation = agent.prepare(tokenizer, config.data.template_args)
+    bound_agent = agent.prepare(tokenizer, config.data.template_args)
     ids = tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)[: config.rollout.max_response_tokens]
 
     async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
@@ -219,7 +240,7 @@ def rehearse_agent(agent: ToolAgent, tokenizer: Any, config: Config) -> None:
 
     async def respond() -> object:
         params = SamplingParams(config.rollout.max_response_tokens + 1)
-        return await conversation(generate_turn, [tokenizer.eos_token_id], params, asyncio.Semaphore(1))
+        return await bound_agent(generate_turn, [tokenizer.eos_token_id], params, asyncio.Semaphore(1))
 
     try:
         asyncio.run(asyncio.wait_for(respond(), 2 * agent.tool_timeout_s))

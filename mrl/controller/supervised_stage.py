@@ -65,10 +65,10 @@ def export_supervised(group: WorkerGroup, config: Config, output: str) -> None:
 
     A reward model's folder also has the chat template of the config, because rewards render conversations with it.
     """
-    notes = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
+    extra_files = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
     if config.data.chat_template and SupervisedObjective.of(config).head == "score":
-        notes["chat_template.jinja"] = Path(config.data.chat_template).read_text(encoding="utf-8")
-    group.call(TrainWorker.export_hf, str(Path(output).resolve()), notes)
+        extra_files["chat_template.jinja"] = Path(config.data.chat_template).read_text(encoding="utf-8")
+    group.call(TrainWorker.export_hf, str(Path(output).resolve()), extra_files)
 
 
 def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
@@ -166,7 +166,7 @@ class SupervisedStage:
         return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}
 
     def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
-        """Return the loss for the rows of a step, and metrics.
+        """Return the loss object with which the rows `drawn` of the file are trained or evaluated, and metrics.
 
         A loss with a reference point (KTO, see mrl.algorithms.preference) gets the reference point of this step.
         """

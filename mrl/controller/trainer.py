@@ -5,6 +5,7 @@ mrl.core.types explains the letters of array dimensions, such as B and R.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ from mrl.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # imports Ray, which `mrl plan` does not need
     from mrl.workers.model_trainers import ColumnPass
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_CHANGING = ("update", "weight_sync")
 """Phases in which the trainers may have newer weights than after the last finished step.
@@ -153,6 +156,7 @@ class Trainer:
         rollouts = self.generate()
         columns = self.score(rollouts)
         estimates = self.estimate(columns)
+        self.begin_writing_samples()
         self.update(rollouts, estimates)
         self.push()
 
@@ -160,7 +164,7 @@ class Trainer:
         """Sample responses to the next prompts with the engines, and score the responses. A step calls this once."""
         self.record.check_generate()
         with self.phase("rollout"):
-            rollouts = self.rollout.generate(self.prompts, self.record.step)  # B = N * G responses
+            rollouts = self.rollout.generate(self.prompts, self.record.step)  # B responses
         self.record.rollouts = rollouts
         self.record.metrics |= rollouts.metrics(version=self.record.step)
         return rollouts
@@ -206,7 +210,18 @@ class Trainer:
                 columns, kl_coef, self.record.step, rows=rows, advantage=advantage, loss=loss
             )
         self.record.metrics |= estimates.metrics
+        self.record.wait_for_samples = None  # samples that were written earlier in the step lack the new columns
         return estimates
+
+    def begin_writing_samples(self) -> None:
+        """Let the rollout worker write samples of the step to samples.jsonl while the step continues.
+
+        The samples have the columns of all earlier calls of `estimate`. So a step calls this after its last call of `estimate`,
+        and before `update`. `push` calls this if the step did not.
+        """
+        record = self.record
+        if record.rollouts is not None and record.wait_for_samples is None:
+            record.wait_for_samples = self.rollout.begin_writing_samples(record.step)
 
     def update(
         self,
@@ -236,8 +251,10 @@ class Trainer:
             if self.critic and estimates and estimates.has_returns:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
-                coefs = self.coefs.current()
-                actor = self.actor.begin_update(rollouts, estimates, actor_step, coefs, rows=rows, loss=loss)
+                coefs, index = self.coefs.current(), len(record.updates)
+                actor = self.actor.begin_update(
+                    rollouts, estimates, actor_step, coefs, rows=rows, loss=loss, index=index
+                )
             if self.critic and critic:
                 record.critic_updates.append(critic.result())
                 record.metrics |= self.critic.metrics(record.critic_updates)
@@ -247,6 +264,7 @@ class Trainer:
 
     def push(self) -> None:
         """Send the actor's weights from the trainer ranks to the engines. A step calls this once, after its updates."""
+        self.begin_writing_samples()
         with self.phase("weight_sync"):
             self.record.metrics |= self.weight_sync.push(version=self.record.step + 1)
         self.record.pushed = True
@@ -268,11 +286,24 @@ class Trainer:
 
     def _finished_step(self) -> StepMetrics:
         record, rollouts = self.record, self.record.generated()
-        self.rollout.write_samples(record.step)
+        self._finish_samples()
         if record.updates:
             self.coefs.adapt(record.metrics, len(rollouts.groups))
         self.ledger.record(record.step + 1, rollouts, self.prompts.drawn, record.token_weights)
         return StepMetrics.of(record.metrics, self.phase.seconds() | self.placement_metrics())
+
+    def _finish_samples(self) -> None:
+        """Wait until the rollout worker has written samples of the step, so that a finished step has its samples.
+
+        If the rollout worker is lost, the step has no samples, but the step is complete. The next call of the worker raises the
+        error again, and the run recovers from there. If this error ended the step, the run would return to the last checkpoint.
+        """
+        self.begin_writing_samples()  # writes again if the step called `estimate` after `push`
+        assert self.record.wait_for_samples, "the step has generated responses"
+        try:
+            self.record.wait_for_samples()
+        except ProcessesLostError as error:
+            logger.warning("step %d has no samples in samples.jsonl: %s", self.record.step + 1, error)
 
     def fit(self) -> TrainingResult:
         """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.

@@ -27,7 +27,8 @@ def write_json(path: Path, content: object) -> None:
 def last_lines(path: Path, count: int) -> list[bytes]:
     """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
 
-    Lines that differ from their hashes (see JsonLinesFile) are not returned, and a warning is logged.
+    Lines that differ from their hashes (see JsonLinesFile) are not returned. A warning is logged, unless only the last line
+    differs.
     """
     if not path.exists():
         return []
@@ -93,7 +94,7 @@ class JsonLinesFile:
     def __init__(self, path: Path, last_step: int = 0, *, every_step: bool = False) -> None:
         """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line.
 
-        `every_step`: whether each step of a run has a line. If it does, a missing line is found without its hash.
+        `every_step`: whether each step of a run has a line. If so, a missing line is noticed even if its hash is missing, too.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._every_step = path, every_step

@@ -15,7 +15,7 @@ class Metric:
     unit: str  # empty for a number without unit
     meaning: str  # what the value measures, for plots and docs/reference/metrics.md
     number_format: str = ".3f"  # Python format specification of the value
-    label: str = ""  # name in the progress display; if it is empty, `label()` makes one from the metric's name
+    label: str = ""  # name in the progress display; if empty, mrl.core.metrics.label makes one from the metric's name
     good: str = ""  # what the values of a healthy run look like
     reduction: Reduction = "mean"  # how the values of several steps become one number, for tables of runs
 

@@ -125,7 +125,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/truncated_fraction": Metric(
         "",
-        "fraction of the responses that were cut at the length limit",
+        "fraction of the responses that the token limit or the turn limit ended",
         good="near 0; a truncated response often has no answer",
     ),
     "rollout/kept_groups_fraction": Metric(
@@ -172,7 +172,7 @@ METRICS: dict[str, Metric] = {
         good="0 for synchronous rollouts",
     ),
     "rollout/turns_mean": Metric(
-        "", "mean number of assistant turns per response", ".2f", label="turns", good="between 1 and the limit of turns"
+        "", "mean number of turns in a response", ".2f", label="turns", good="between 1 and the limit of turns"
     ),
     "rollout/tool_calls_mean": Metric(
         "", "mean number of tool calls in a response", ".2f", label="calls", good="above 0 if the task needs tools"
@@ -182,7 +182,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/cached_tokens_fraction": Metric(
         "",
-        "fraction of the prompt tokens, over all turns, that the engine had in its prefix cache",
+        "fraction of the input tokens of all turns that were in the engine's prefix cache",
         good="high; later turns then skip the prefill of earlier ones",
     ),
     "rollout/replaced_engines": Metric(
@@ -241,7 +241,11 @@ METRICS: dict[str, Metric] = {
         "samples/s", "responses, divided by the wall time of the whole step", ".1f", good="high and constant"
     ),
     "weight_sync/bytes": Metric(
-        "bytes", "bytes sent to all engines", ",.0f", good="constant; smaller with weight_sync.delta", reduction="sum"
+        "bytes",
+        "bytes sent to all engines; with the transport disk or only adapters: bytes written",
+        ",.0f",
+        good="constant; smaller with weight_sync.delta",
+        reduction="sum",
     ),
     "weight_sync/version": Metric(
         "", "weight version that all engines serve", ".0f", good="rises by 1 in each step", reduction="last"
@@ -287,7 +291,7 @@ METRICS: dict[str, Metric] = {
     ),
     "mismatch/kl": Metric(
         "nats",
-        "KL(engine || trainer) per token, estimated by the mean log ratio",
+        "KL(engine || trainer) per token, estimated by the mean of log(pi_engine / pi_trainer)",
         ".2e",
         good="constant; below 1e-3 for fresh samples",
     ),
@@ -303,30 +307,24 @@ METRICS: dict[str, Metric] = {
     "mismatch/ppl_ratio": Metric(
         "", "perplexity of the samples under the trainer, divided by that under the engine", ".4f", good="near 1"
     ),
-    "correction/weight_mean": Metric("", "mean weight that algorithm.correction gives a response token", good="near 1"),
+    "correction/weight_mean": Metric("", "mean weight that algorithm.correction gives a trained token", good="near 1"),
     "correction/truncated_fraction": Metric(
-        "", "fraction of the response tokens whose correction weight was truncated", ".4f", good="near 0"
+        "", "fraction of the trained tokens whose correction weight was truncated", ".4f", good="near 0"
     ),
     "correction/rejected_fraction": Metric(
-        "", "fraction of the response tokens that the correction rejects as too far off-policy", ".4f", good="near 0"
+        "", "fraction of the trained tokens that the correction rejects as too far off-policy", ".4f", good="near 0"
     ),
     "loss/policy": Metric(
-        "",
-        "loss of the actor, averaged over the optimizer steps",
-        ".2e",
-        good="has no target value; look at the reward instead",
+        "", "loss of the actor, averaged over the optimizer steps", ".2e", good="no target; look at the reward instead"
     ),
     "loss/clip_fraction": Metric(
-        "", "fraction of the response tokens whose probability ratio was clipped", good="below about 0.2"
+        "", "fraction of the trained tokens whose probability ratio was clipped", good="below about 0.2"
     ),
     "loss/dual_clip_fraction": Metric(
-        "", "fraction of the response tokens with a negative advantage whose loss dual_clip limits", good="near 0"
+        "", "fraction of the trained tokens with a negative advantage whose loss dual_clip limits", good="near 0"
     ),
     "loss/selected_fraction": Metric(
-        "",
-        "fraction of the response tokens that ClipCov or KLCov selects",
-        ".5f",
-        good="near the fraction that the algorithm asks for",
+        "", "fraction of the trained tokens that ClipCov or KLCov selects", ".5f", good="near algorithm.loss.fraction"
     ),
     "loss/response_weight": Metric(
         "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
@@ -443,7 +441,7 @@ METRICS: dict[str, Metric] = {
         "", "number of optimizer steps", ".0f", good="algorithm.mini_batches x algorithm.epochs", reduction="sum"
     ),
     "batch/trained_tokens": Metric(
-        "tokens", "number of response tokens in the loss", ",.0f", good="near rollout/tokens", reduction="sum"
+        "tokens", "number of sampled tokens in the loss", ",.0f", good="near rollout/tokens", reduction="sum"
     ),
     "batch/zero_advantage_fraction": Metric(
         "", "fraction of the responses whose advantage is 0", good="well below 1; these responses teach nothing"

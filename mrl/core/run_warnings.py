@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from mrl.core.user_code import is_user_file
+from mrl.core.code_locations import is_user_file
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ MAX_LENGTH = 600  # characters of a warning on the terminal
 WRITTEN_ONE_BY_ONE = 100  # a process writes a line for each of the first 100 repeats, then one for every 100 repeats
 
 _PACKAGES = ("mrl", "models", "parallel")
-_LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # a location, as mrl.core.user_code writes locations
+_LOCATION = re.compile(r"\(\S+:\d+(?:, in \S+)?\)")  # a location, as mrl.core.code_locations writes locations
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 

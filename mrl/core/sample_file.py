@@ -20,7 +20,7 @@ SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
 MAX_TOKENS = 1024  # limit for the number of tokens of a response; the middle of a longer response is left out
 RECENT_STEPS = 32  # number of steps that `recent_samples` searches
-ALL_STEPS = 1 << 62
+ALL_STEPS = 1 << 62  # argument `last_step` of a JsonLinesFile that keeps its existing lines
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TextSample:
     row: int  # row of the data set
     weight_version: int  # weight version that sampled the first token
     num_tokens: int  # number of tokens that the policy sampled
-    truncated: bool  # whether the response was cut at the token limit, which also counts the tokens of tool results
+    truncated: bool  # whether the token limit (tool results count) or the turn limit ended the response
     parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     failure: str | None = None  # why the response could not be scored; None: it was scored
     group: int | None = None  # index of the prompt among the step's prompts; None: written by an older version of mrl

@@ -28,10 +28,20 @@ from numpy.typing import NDArray
 from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
+_IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # names of the arrays of images in this file
 OFFLINE = "offline"
 """Column of a TokenBlock with rows from data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """All images of one prompt, as the vision tower of the model expects them."""
+
+    # [patches of all images, channels * frames * patch height * patch width] colors, normalized by the model's image processor
+    pixel_values: NDArray[np.float32]
+    grid_thw: NDArray[np.int64]  # [images, 3] number of patches of each image along time, height and width
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,8 @@ class TokenBlock:
     columns: Mapping[str, Column] = field(default_factory=dict)
     # teacher -> index of a row -> the teacher's outputs for this row
     teachers: Mapping[str, Mapping[int, "TeacherOutputs"]] = field(default_factory=dict)
+    # index of a row -> images of its prompt, for the rows that have images. Responses to one prompt share the same object
+    images: Mapping[int, ImageInputs] = field(default_factory=dict)
 
     @classmethod
     def from_lists(
@@ -151,6 +163,7 @@ class TokenBlock:
                 teacher: {new: by_row[old] for new, old in enumerate(rows.tolist()) if old in by_row}
                 for teacher, by_row in self.teachers.items()
             },
+            {new: self.images[old] for new, old in enumerate(rows.tolist()) if old in self.images},
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
@@ -161,7 +174,7 @@ class TokenBlock:
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays, **columns, **extra)
+            np.savez(file, allow_pickle=False, **arrays, **columns, **_image_arrays(self.images), **extra)
 
     @classmethod
     def load(cls, path: Path) -> "tuple[TokenBlock, dict[str, NDArray]]":
@@ -174,8 +187,29 @@ class TokenBlock:
             if name.startswith(_COLUMN_PREFIX)
         }
         names = cls.__dataclass_fields__.keys() & arrays.keys()
-        block = cls(**{name: arrays.pop(name) for name in names}, columns=columns)
+        images = _read_images(arrays)
+        block = cls(**{name: arrays.pop(name) for name in names}, columns=columns, images=images)
         return block, arrays
+
+
+def _image_arrays(images: Mapping[int, ImageInputs]) -> dict[str, NDArray]:
+    """Return the arrays with which a file stores these images. Images that several rows share are stored once."""
+    distinct = {id(each): each for each in images.values()}
+    numbers = {identity: number for number, identity in enumerate(distinct)}
+    arrays = {f"{_IMAGE_PREFIX}{n}.{k}": v for n, each in enumerate(distinct.values()) for k, v in vars(each).items()}
+    rows = np.array([(row, numbers[id(each)]) for row, each in images.items()], np.int64)
+    return arrays | ({_IMAGE_ROWS: rows} if images else {})
+
+
+def _read_images(arrays: dict[str, NDArray]) -> dict[int, ImageInputs]:
+    """Remove the arrays of `_image_arrays` from `arrays`, and return the images."""
+    rows = arrays.pop(_IMAGE_ROWS, np.empty((0, 2), np.int64)).tolist()
+    names = ImageInputs.__dataclass_fields__
+    distinct = [
+        ImageInputs(**{name: arrays.pop(f"{_IMAGE_PREFIX}{number}.{name}") for name in names})
+        for number in range(len({number for _, number in rows}))
+    ]
+    return {row: distinct[number] for row, number in rows}
 
 
 def _is_sampled(
@@ -212,11 +246,11 @@ class Rollouts:
     # [B] index of the prompt: the step's N prompts have the first indices, and prompts of data.offline.path the next indices
     groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
-    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
     rewards: NDArray[np.float64]  # [B]
-    # [M, 3] each row is: index of a response, weight version, number of consecutive tokens that this version sampled; see
-    # mrl.rollout.trajectory.version_spans
+    # [M, 3] one row for each of M spans of consecutive tokens that one weight version sampled: index of the response, weight
+    # version, number of tokens; see mrl.rollout.trajectory.version_spans
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -310,7 +344,7 @@ TeacherOutputs = Mapping[str, NDArray]
 class TeacherPart:
     """The outputs of a teacher for some rows of a block. The driver knows the rows, and the trainer ranks read the outputs."""
 
-    rows: NDArray[np.int64]  # indices of rows of the block
+    rows: NDArray[np.int64]  # [n] indices of rows of the block
     outputs: Handle  # refers to TeacherOutputs of the sampled tokens of these rows, concatenated
 
 
@@ -423,7 +457,8 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Indices of the rows of each micro-batch. With ParallelDims.lockstep or vpp > 1, empty micro-batches may be added
+    # Indices of the rows of each micro-batch. Empty micro-batches may be added if vpp > 1, or if
+    # ParallelDims.equal_micro_batch_counts is true.
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
@@ -435,7 +470,7 @@ class RankBatch:
 class SyncReport:
     """Report of one sender on one weight push. Without engines, all values are 0."""
 
-    bytes: int = 0  # number of bytes sent, summed over all receivers
+    bytes: int = 0  # number of bytes sent, summed over all receivers; with the transport disk, bytes written
     uncompressed_bytes: int = 0  # size of the same data before compression
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # number of buckets sent
@@ -443,6 +478,8 @@ class SyncReport:
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
+    # name of the LoRA adapters that the engines have loaded, which requests must give; None: requests give no name
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

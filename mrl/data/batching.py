@@ -1,13 +1,14 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows that are packed together: one row, several rows of a group whose prompt is computed only once, or a whole group
+    unit   rows that stay in one pack: a single row; with shared prompts, the rows of a group, or of a piece of it, that share one
+           copy of the prompt; for losses that compare the responses of a group, always the whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
 Only the lengths of the sequences are needed. One search (`_assign`) serves three purposes: it assigns units to parts, units to
-packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
-(`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`). In these three
-functions, `unit` is the item that is assigned, and `part` is the part, pack or piece to which the item is assigned.
+packs, and the rows of a large group to the pieces into which the group is cut. In the search, an item is the unit or the row that
+is assigned, and a bin is the part, the pack or the piece that gets the item. First the search assigns each item to the lightest
+bin (`_assign_greedily`). Then it moves and swaps items while this makes the heaviest bin lighter (`_rebalance`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,18 +20,18 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 UNBOUNDED = np.inf  # value of a limit (of tokens or of cost) that allows everything
-EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this factor times the mean
-# A search step compares at most about CANDIDATES[0] units of the heaviest part with at most about CANDIDATES[1] units of all
-# other parts. This limits the memory of the search.
+EVEN_ENOUGH = 1.0005  # the search stops when the heaviest bin costs at most this factor times the mean
+# A search step compares at most about CANDIDATES[0] items of the heaviest bin with at most about CANDIDATES[1] items of all
+# other bins. This limits the memory of the search.
 CANDIDATES = (256, 4096)
-# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
-# because a group that is cut computes its prompt several times, but the mean cost contains the prompt only once.
+# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1:
+# each cut computes the prompt once more, so cuts at the mean cost can make the heaviest part heavier than larger pieces would.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute cost of a causal sequence of L tokens: linear * L + quadratic * L**2. Only ratios of costs matter."""
+    """Cost of computing a causal sequence of L tokens: linear * L + quadratic * L**2. Only ratios of costs matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -41,7 +42,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rows that are packed together: one row, rows of a group whose prompt is computed only once, or a whole group."""
+    """Rows that stay in one pack: a single row, rows of a group that share one copy of the prompt, or a whole group."""
 
     rows: tuple[int, ...]
     tokens: int  # tokens in the pack: the prompt (only once if it is shared), and all responses
@@ -56,7 +57,7 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     rows: Ints,
     cost: CostModel,
     max_tokens: int,
-    parts: int,
+    num_replicas: int,
     share_prompts: bool,
 ) -> list[PackingUnit]:
     """Return the units of `rows`.
@@ -64,9 +65,10 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     `prompt_lengths`, `response_lengths` and `groups` have one number for each response of the whole batch.
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
-    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the `parts` parts
-    uneven. Each of these units computes the prompt again. So the function cuts as little as possible: of the GROUP_LIMITS that
-    make the heaviest part nearly as light as possible, it uses the largest.
+    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the costs of the
+    replicas uneven. Each of these units computes the prompt again. So the function cuts as little as possible: it tries no cut
+    (except for `max_tokens`) and a cut at each of the GROUP_LIMITS. Of the choices whose heaviest part is within the factor
+    EVEN_ENOUGH of the lightest such part, it takes the one with the largest limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -85,11 +87,11 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
         ]
 
     uncut = cut(UNBOUNDED)
-    mean = _total_cost(uncut) / parts
-    if _heaviest_cost(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so they cannot help
+    mean = _total_cost(uncut) / num_replicas
+    if _heaviest_cost(uncut, num_replicas) <= EVEN_ENOUGH * mean:  # cuts add cost, so they cannot help
         return uncut
     choices = [uncut, *(cut(mean * limit) for limit in GROUP_LIMITS)]
-    heaviest = [_heaviest_cost(units, parts) for units in choices]
+    heaviest = [_heaviest_cost(units, num_replicas) for units in choices]
     return next(units for units, load in zip(choices, heaviest, strict=True) if load <= EVEN_ENOUGH * min(heaviest))
 
 
@@ -102,6 +104,8 @@ def make_whole_units(
     share_prompts: bool,
 ) -> list[PackingUnit]:
     """Return a unit for each group, with its rows in ascending order. A group is never cut, whatever its size.
+
+    Losses that compare the responses of a group, such as the pairs of DPO, need these units (TrainBatch.whole_groups).
 
     A group whose rows occur n times in `rows` gets n units. `prompt_lengths`, `response_lengths` and `groups` have one number
     for each response of the whole batch. With `share_prompts`, a unit contains the prompt once.
@@ -156,11 +160,11 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
 
 
 def plan_micro_batches(
-    units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
+    units: Sequence[PackingUnit], num_replicas: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
 ) -> list[tuple[Ints, ...]]:
-    """Return a tuple of micro-batches for each of the `parts` data-parallel replicas. A micro-batch is an array of rows.
+    """Return a tuple of micro-batches for each of the data-parallel replicas. A micro-batch is an array of rows.
 
-    Every row is in exactly one micro-batch.
+    Every unit is in exactly one micro-batch.
 
     Args:
         equal_counts: give every replica as many micro-batches as the replica that needs the most micro-batches.
@@ -169,10 +173,10 @@ def plan_micro_batches(
 
     Micro-batches that are added for `equal_counts` or `multiple_of` are empty.
     """
-    replicas = partition_units(units, parts)
+    replicas = partition_units(units, num_replicas)
     counts = [_count_packs(replica, max_tokens) for replica in replicas]
     if equal_counts:
-        counts = [max(counts)] * parts
+        counts = [max(counts)] * num_replicas
     counts = [-(-count // multiple_of) * multiple_of for count in counts]
     return [
         tuple(_ordered_rows(pack) for pack in pack_units(replica, max_tokens, count))
@@ -203,8 +207,9 @@ def _split_group(
 ) -> list[list[int]]:
     """Split a group into as few pieces as possible. A piece has at most `max_tokens` tokens and a cost of at most `limit`.
 
-    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. A piece may exceed
-    `limit` if the prompt is at least half of the piece's cost, because each further piece would compute the prompt again.
+    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes its own piece. The responses of a
+    piece may always cost as much as its prompt, even if the piece then exceeds `limit`: smaller pieces would spend more on the
+    prompt than on responses.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
@@ -223,79 +228,81 @@ def _split_group(
     return too_long
 
 
-def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Ints | None:
-    """Return the part of each unit: [units]. The parts have nearly equal cost, and at most `capacity` tokens each.
+def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], num_bins: int, capacity: float) -> Ints | None:
+    """Return the index of the bin of each item: [number of items].
 
-    Units are assigned in order of decreasing cost, each to the lightest part. If the last units do not fit, all units are
-    assigned again by first-fit-decreasing of their tokens, which can fit more units. Returns None if this also fails.
+    The bins have nearly equal cost, and at most `capacity` tokens each.
+
+    Items are assigned in order of decreasing cost, each to the lightest bin. If the last items do not fit, all items are
+    assigned again by first-fit-decreasing of their tokens, which can fit more items. Returns None if this also fails.
     """
-    assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
+    assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, num_bins, capacity)
     if assignment is None:
         no_costs = np.zeros(len(costs))
-        assignment = _assign_greedily(np.argsort(-tokens, kind="stable"), no_costs, tokens, parts, capacity)
-    return None if assignment is None else _rebalance(assignment, costs, tokens, parts, capacity)
+        assignment = _assign_greedily(np.argsort(-tokens, kind="stable"), no_costs, tokens, num_bins, capacity)
+    return None if assignment is None else _rebalance(assignment, costs, tokens, num_bins, capacity)
 
 
 def _assign_greedily(
-    order: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
+    order: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], num_bins: int, capacity: float
 ) -> Ints | None:
-    """Assign the units, in `order`, each to the lightest part that has room. Returns the part of each unit: [units].
+    """Assign the items, in `order`, each to the lightest bin that has room.
 
-    If several parts are equally light, the first one is used. An empty part has room for a unit of any size. Returns None if a
-    unit does not fit into any part.
+    Returns the index of the bin of each item, [number of items], or None if an item does not fit into any bin. If several bins
+    are equally light, the first one is used. An empty bin has room for an item of any size.
     """
-    loads, used = np.zeros(parts), np.zeros(parts, np.int64)
+    loads, used = np.zeros(num_bins), np.zeros(num_bins, np.int64)
     assignment = np.zeros(len(order), np.int64)
-    for unit in order.tolist():
-        room = (used + tokens[unit] <= capacity) | (used == 0)
+    for item in order.tolist():
+        room = (used + tokens[item] <= capacity) | (used == 0)
         if not room.any():
             return None
-        part = np.where(room, loads, np.inf).argmin()
-        assignment[unit] = part
-        loads[part] += costs[unit]
-        used[part] += tokens[unit]
+        lightest = np.where(room, loads, np.inf).argmin()
+        assignment[item] = lightest
+        loads[lightest] += costs[item]
+        used[lightest] += tokens[item]
     return assignment
 
 
 def _rebalance(
-    assignment: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
+    assignment: Ints, costs: NDArray[np.float64], tokens: NDArray[np.int64], num_bins: int, capacity: float
 ) -> Ints:
-    """Return the part of each unit, [units], after moves and swaps that made the heaviest part lighter."""
+    """Return the index of the bin of each item, [number of items], after moves and swaps that made the heaviest bin lighter."""
     assignment, count = assignment.copy(), len(assignment)
-    # One empty unit per part is appended to the real units. A swap with an empty unit is a move.
-    costs, tokens = np.append(costs, np.zeros(parts)), np.append(tokens, np.zeros(parts, np.int64))
-    for _ in range(2 * (count + parts)):
-        part_of = np.append(assignment, np.arange(parts))
-        loads, used = np.bincount(part_of, costs, parts), np.bincount(part_of, tokens, parts)
+    # One empty item per bin is appended to the real items. A swap with an empty item is a move.
+    costs, tokens = np.append(costs, np.zeros(num_bins)), np.append(tokens, np.zeros(num_bins, np.int64))
+    for _ in range(2 * (count + num_bins)):
+        bin_of = np.append(assignment, np.arange(num_bins))
+        loads, used = np.bincount(bin_of, costs, num_bins), np.bincount(bin_of, tokens, num_bins)
         heavy = loads.argmax()
         if loads[heavy] <= EVEN_ENOUGH * loads.mean():
             break
         ours, theirs = (
-            _sample_units(part_of == heavy, count, CANDIDATES[0]),
-            _sample_units(part_of != heavy, count, CANDIDATES[1]),
+            _sample_items(bin_of == heavy, count, CANDIDATES[0]),
+            _sample_items(bin_of != heavy, count, CANDIDATES[1]),
         )
-        # Swap each of our units (of the heaviest part) with each of their units (of other parts).
-        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest part
+        # Swap each of our items (of the heaviest bin) with each of their items (of other bins).
+        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest bin
         shifted = tokens[ours, None] - tokens[theirs]
-        highest = np.maximum(loads[heavy] - moved, loads[part_of[theirs]] + moved)
-        highest[(used[heavy] - shifted > capacity) | (used[part_of[theirs]] + shifted > capacity)] = np.inf
+        highest = np.maximum(loads[heavy] - moved, loads[bin_of[theirs]] + moved)
+        highest[(used[heavy] - shifted > capacity) | (used[bin_of[theirs]] + shifted > capacity)] = np.inf
         best = np.unravel_index(highest.argmin(), highest.shape)
         if highest[best] > loads[heavy] * (1 - 1e-9):
             break
         mine, other = ours[best[0]], theirs[best[1]]
-        part_of[mine], part_of[other] = part_of[other], heavy
-        assignment = part_of[:count]
+        bin_of[mine], bin_of[other] = bin_of[other], heavy
+        assignment = bin_of[:count]
     return assignment
 
 
-def _sample_units(selected: NDArray[np.bool_], count: int, most: int) -> Ints:
-    """Return the indices of some of the selected units.
+def _sample_items(selected: NDArray[np.bool_], count: int, most: int) -> Ints:
+    """Return the indices of some of the selected items.
 
-    Indices below `count` are real units: about `most` of them are returned, evenly spaced. Indices from `count` on are empty
-    units: all selected empty units are returned.
+    Indices below `count` are real items: about `most` of them are returned, evenly spaced. Indices from `count` on are empty
+    items: all selected empty items are returned.
     """
-    units = np.flatnonzero(selected[:count])
-    return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))
+    items = np.flatnonzero(selected[:count])
+    return np.append(items[:: len(items) // most + 1], count + np.flatnonzero(selected[count:]))
 
 
 def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
@@ -311,11 +318,11 @@ def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
     return int(assignment.max(initial=-1)) + 1
 
 
-def _collect[T](items: Sequence[T], assignment: Ints, parts: int) -> list[list[T]]:
-    """Return the items of each part, in the order of `items`."""
-    collected: list[list[T]] = [[] for _ in range(parts)]
-    for item, part in zip(items, assignment.tolist(), strict=True):
-        collected[part].append(item)
+def _collect[T](items: Sequence[T], assignment: Ints, num_bins: int) -> list[list[T]]:
+    """Return the items of each bin, in the order of `items`. `assignment`: index of the bin of each item."""
+    collected: list[list[T]] = [[] for _ in range(num_bins)]
+    for item, number in zip(items, assignment.tolist(), strict=True):
+        collected[number].append(item)
     return collected
 
 

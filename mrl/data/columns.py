@@ -4,9 +4,11 @@ import difflib
 import math
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Self
 
 from mrl.config.schema import Node
+from mrl.data.images import ImageFile, read_images
 from mrl.data.row_files import Row, RowError, column_value, text_value
 from mrl.data.tokenizer import Messages
 
@@ -25,16 +27,17 @@ class PromptExample:
     extra_info: dict[str, Any]  # further values for rewards
     ability: str = ""  # kind of task, such as math; empty: the row has none
     style: str = ""  # how verl scores the response: rule or model; empty: the row does not say how
+    images: tuple[ImageFile, ...] = ()  # in the order of the placeholders in the messages
 
 
 @dataclass(frozen=True)
 class Columns:
     """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
-    A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`
-    and `style` may be absent from a row. If `data_source` is absent, PromptExample gets the default that `__call__` receives. If
-    one of the other three is absent, its field of PromptExample is empty. If a field is None, the file has no such column. If
-    `ground_truth` is None, the ground truth is an empty text.
+    A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`,
+    `style`, `images` and `videos` may be absent from a row. If `data_source` is absent, PromptExample gets the default that
+    `__call__` receives. If one of the others is absent, its field of PromptExample is empty. If a field is None, the file has no
+    such column. If `ground_truth` is None, the ground truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -44,6 +47,8 @@ class Columns:
     extra_info: str | tuple[str, ...] | None = "extra_info"
     ability: str | None = "ability"
     style: str | None = "reward_model.style"
+    images: str | None = "images"  # list of images: paths, bytes, or objects with bytes or path
+    videos: str | None = "videos"  # must be empty
     named: frozenset[str] = frozenset()  # names of the fields above that the user has set
 
     @classmethod
@@ -68,8 +73,12 @@ class Columns:
         named = base.named - node.keys() | {name for name, value in node.items() if value is not None}
         return replace(base, **chosen, named=named)
 
-    def __call__(self, row: Row, default_data_source: str, system: str | None = None) -> PromptExample:
+    def __call__(
+        self, row: Row, default_data_source: str, system: str | None = None, folder: Path = Path()
+    ) -> PromptExample:
         """Return the prompt of a row. `system` is the system message for a prompt that has none.
+
+        Relative paths of images are relative to `folder`.
 
         Raises:
             RowError: a column is missing or has an invalid value.
@@ -83,6 +92,7 @@ class Columns:
             self._extra_info(row),
             self._optional_text(row, "ability"),
             self._optional_text(row, "style"),
+            self._images(row, folder),
         )
 
     def _has(self, row: Row, name: str) -> bool:
@@ -100,6 +110,13 @@ class Columns:
         except RowError:
             return ""
         return value if isinstance(value, str) else ""
+
+    def _images(self, row: Row, folder: Path) -> tuple[ImageFile, ...]:
+        if self.videos and self._has(row, "videos") and column_value(row, self.videos):
+            raise RowError(self.videos, "videos are not supported; remove the row, or use single frames as images.")
+        if not self.images or not self._has(row, "images"):
+            return ()
+        return read_images(column_value(row, self.images), self.images, folder)
 
     def _extra_info(self, row: Row) -> dict[str, Any]:
         name = self.extra_info

@@ -11,6 +11,7 @@ import numpy as np
 
 from mrl.config.data_schema import OfflineConfig
 from mrl.data.columns import read_messages, with_system_message
+from mrl.data.images import refuse_images
 from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, encode_messages, encode_texts, load_tokenizer
 
@@ -134,6 +135,7 @@ def _read(
     row: Row, needs_reward: bool, system: str | None
 ) -> tuple[Messages, str | list[int], float, list[float] | None]:
     """Return messages, response, reward and log-probabilities of a row. Raises RowError if a column is missing or invalid."""
+    refuse_images(row)
     messages = with_system_message(read_messages(column_value(row, "prompt"), "prompt"), system)
     response = column_value(row, "response")
     is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
@@ -159,7 +161,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _token_fault(row: OfflineRow, limits: TokenLimits) -> str:
-    """Return why a step cannot train on the tokens of a row, or ""."""
+    """Return why a step cannot train on the tokens of a row, or "" if it can."""
     largest = max([*row.prompt, *row.response])
     if largest >= limits.vocabulary:
         return f"token {largest} is outside the vocabulary of the model, which ends at {limits.vocabulary - 1}."

@@ -14,11 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.types import ImageInputs
 from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
-from mrl.data.group_sizes import GroupSizeInputs, GroupSizes, check_sizes, largest_size
+from mrl.data.images import ImagePrompts, RequestImages, with_image_parts
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
-from mrl.data.samplers import MixtureSource, PromptHistory, PromptTable, Sampler, SamplerInputs, Shuffled
+from mrl.data.samplers import (
+    GroupSizeInputs,
+    GroupSizes,
+    MixtureSource,
+    PromptHistory,
+    PromptTable,
+    Sampler,
+    SamplerInputs,
+    Shuffled,
+    check_sizes,
+    largest_size,
+)
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
@@ -32,6 +44,7 @@ class PromptConstraints:
     max_prompt_tokens: int
     vocab_size: int  # a token id must be smaller than this size of the model's vocabulary
     chat: ChatTemplate = field(default_factory=ChatTemplate)
+    images: ImagePrompts | None = None  # None: the model reads no images
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class PromptDataset:
     mixture: tuple[MixtureSource, ...]  # the sources, in the order of their rows
     report: RowReport  # counts of rows, and the rows that cannot be used
     model_path: str  # folder of the tokenizer
+    image_prompts: ImagePrompts | None = None  # None: the model reads no images
 
     @classmethod
     def load(
@@ -96,6 +110,7 @@ class PromptDataset:
             tuple(mixture),
             report,
             str(Path(model_path).resolve()),
+            constraints.images,
         )
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
@@ -116,6 +131,27 @@ class PromptDataset:
     def encode(self, row: int) -> list[int]:
         """Return the token ids of a prompt. The response follows them directly."""
         return self.tokens[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether a prompt has images."""
+        return any(example.images for example in self.examples)
+
+    def image_inputs(self, row: int) -> ImageInputs | None:
+        """Return the pixels of the images of a prompt, or None if the prompt has no images. Decodes the images."""
+        images = self.examples[row].images
+        if not images:
+            return None
+        assert self.image_prompts is not None, "`load` omits rows with images if the model reads no images"
+        return self.image_prompts.inputs(images)
+
+    def request_images(self, row: int) -> RequestImages | None:
+        """Return the images of a prompt for a request to an engine, or None if the prompt has no images."""
+        images = self.examples[row].images
+        if not images:
+            return None
+        assert self.image_prompts is not None, "`load` omits rows with images if the model reads no images"
+        return RequestImages(tuple(image.data_url() for image in images), self.image_prompts.image_token)
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each response, without special tokens."""
@@ -165,9 +201,12 @@ class PromptDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all tokens. Data sets with the same fingerprint have the same prompts in the same order."""
+        """Digest of all tokens and images. Data sets with the same fingerprint have the same prompts in the same order."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
         digest.update(self.cu_seqlens.tobytes())
+        for example in self.examples:
+            for image in example.images:
+                digest.update(image.digest())
         return digest.hexdigest()
 
     def stream(self, batch_size: int, seed: int, shuffle: bool, rules: PromptDrawing | None = None) -> "PromptStream":
@@ -175,6 +214,32 @@ class PromptDataset:
         return PromptStream(
             len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint, rules=rules, examples=self.examples
         )
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A checked row, before it is tokenized."""
+
+    number: int  # row number in the file
+    example: PromptExample
+    text: str  # the messages, rendered by the chat template
+    image_tokens: list[int]  # number of tokens of each image
+
+
+def _image_messages(
+    example: PromptExample, column: str, images: ImagePrompts | None
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the number of tokens of each image, and the messages with image parts. Raises RowError for a bad image."""
+    if not example.images:
+        return [], example.messages
+    if images is None:
+        raise RowError(
+            column,
+            f"{len(example.images)} images, but nothing reads them here: the model has no vision tower, or the command does not "
+            "support images.",
+        )
+    messages = with_image_parts(example.messages, len(example.images), column)
+    return images.num_tokens(example.images, column), messages
 
 
 @dataclass(frozen=True)
@@ -192,45 +257,50 @@ class _FilePrompts:
     ) -> "_FilePrompts":
         from jinja2 import TemplateError
 
-        name = source.data_source(table)
+        name, folder = source.data_source(table), Path(table.file).resolve().parent if source.files else Path()
 
-        def convert(number: int, row: Row) -> tuple[int, PromptExample, str]:
-            example = source.columns(row, name, source.system)
+        def convert(number: int, row: Row) -> _Rendered:
+            example = source.columns(row, name, source.system, folder)
+            counts, messages = _image_messages(example, source.columns.images or "", constraints.images)
             try:
-                rendered = tokenization.render(tokenizer, example.messages, constraints.chat.args)
+                rendered = tokenization.render(tokenizer, messages, constraints.chat.args)
             except (TemplateError, TypeError) as error:
                 raise RowError(source.columns.prompt, f"the chat template refused the messages: {error}") from error
             _check_text(source.columns.prompt, rendered)
             _check_text(source.columns.ground_truth or "", example.ground_truth)
             if reason := source.find_fault(example):
                 raise RowError(source.columns.data_source or "", reason)
-            return number, example, rendered
+            return _Rendered(number, example, rendered, counts)
 
         converted, omitted = convert_rows(table, convert)
         examples, numbers, tokens = [], [], []
         for chunk in batched(converted, CHUNK):
-            encoded = tokenization.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
-            for (number, example, _), ids in zip(chunk, encoded, strict=True):
-                reason, overlong = _token_fault(ids, constraints, source.max_prompt_tokens)
+            encoded = tokenization.encode_texts(tokenizer, [row.text for row in chunk])
+            for row, ids in zip(chunk, encoded, strict=True):
+                ids, reason, overlong = _check_tokens(ids, row.image_tokens, constraints, source)
                 if reason:
-                    omitted.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
+                    omitted.append(BadRow(table.file, row.number, source.columns.prompt, reason, overlong))
                 else:
-                    examples.append(example)
-                    numbers.append(number)
+                    examples.append(row.example)
+                    numbers.append(row.number)
                     tokens.append(np.array(ids, np.int32))
         omitted.sort(key=lambda bad: bad.row)
         return cls(examples, numbers, tokens, RowReport(len(table), len(examples), tuple(omitted)))
 
 
 def mean_prompt_tokens(
-    sources: Sequence[PromptSource], model_path: str | Path, chat: ChatTemplate, rows_per_file: int
+    sources: Sequence[PromptSource],
+    model_path: str | Path,
+    chat: ChatTemplate,
+    rows_per_file: int,
+    images: ImagePrompts | None = None,
 ) -> int:
     """Return the mean length in tokens, rounded, of the first `rows_per_file` prompts of each file. Bad rows are ignored.
 
     Raises ValueError if a file or the tokenizer cannot be read, or if no row is usable.
     """
     tokenizer = tokenization.load_tokenizer(model_path, chat)
-    unlimited = PromptConstraints(sys.maxsize, sys.maxsize, chat)
+    unlimited = PromptConstraints(sys.maxsize, sys.maxsize, chat, images)
     lengths: list[int] = []
     for source in sources:
         for table in source.tables():
@@ -252,6 +322,18 @@ def _check_text(column: str, value: Any) -> None:
         value.encode() if isinstance(value, str) else None
     except UnicodeEncodeError as error:
         raise RowError(column, f"not valid Unicode ({error}).") from error
+
+
+def _check_tokens(
+    ids: list[int], image_tokens: list[int], constraints: PromptConstraints, source: PromptSource
+) -> tuple[list[int], str, bool]:
+    """Return (token ids with expanded image tokens, reason, overlong); see `_token_fault` for the reason."""
+    if constraints.images is not None:
+        try:
+            ids = constraints.images.expand(ids, image_tokens, source.columns.prompt)
+        except RowError as error:
+            return ids, error.reason, False
+    return ids, *_token_fault(ids, constraints, source.max_prompt_tokens)
 
 
 def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_tokens: int | None) -> tuple[str, bool]:
@@ -277,7 +359,7 @@ def _token_fault(ids: list[int], constraints: PromptConstraints, max_prompt_toke
 
 
 class PromptStream:
-    """Endless stream of batches of rows, which a sampler chooses. A batch may span two epochs.
+    """Endless stream of batches of rows, which a sampler chooses. A batch may span several epochs.
 
     The position of a stream consists of these parts:
 
@@ -394,7 +476,7 @@ class PromptStream:
         return {"drawn": list(self.drawn), **self._identity(), **history, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a stream with the same rows, seed, source weights and sampler. The batch size may differ.
+        """Continue at the position of a stream with equal properties (see `_identity`). The batch size may differ.
 
         Raises:
             ValueError: the state was saved by another stream. The message names the difference.

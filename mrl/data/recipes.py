@@ -92,6 +92,8 @@ def prepare(
 ) -> int:
     """Convert the rows of `source` to prompts in the parquet file `target`, and return the number of prompts.
 
+    `instruction`: sentence that is added to each problem; None: the one of the recipe. `split`: value of `extra_info.split`.
+
     Raises:
         ValueError: the recipe does not exist, or a row cannot be used. In both cases, no file is written. The message contains
             the number of unusable rows. For the first unusable rows, it also contains file, row, column and reason.

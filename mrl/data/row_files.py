@@ -63,7 +63,7 @@ class RowReport:
         return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the omitted rows to `path`, one JSON object per line. If no row is omitted, no file is written.
+        """Write the omitted rows to `path`, one JSON object per line. If no row is omitted, delete the file of an earlier run.
 
         Raises:
             ValueError: bad_rows="error" and there are bad rows, or overlong="error" and there are overlong rows.
@@ -110,7 +110,7 @@ class RowTable:
 
 
 def read_table(path: str | Path) -> RowTable:
-    """Read all rows of a file.
+    """Read all rows of a file, or of a folder with a saved data set.
 
     Raises:
         ValueError: the file does not exist, has an unsupported type, cannot be read, or has no rows.
@@ -183,7 +183,7 @@ def text_value(row: Row, name: str) -> str:
 @lru_cache(1024)  # cached, because most files give the same message for every row
 def _missing_message(name: str, found: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, found, n=1)
-    hint = f"; did you name it {near[0]!r}?" if near else "."
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"is missing; found {', '.join(found) or 'nothing'}{hint}"
 
 

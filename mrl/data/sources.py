@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mrl.config.data_schema import DataConfig
 from mrl.config.instantiate import instantiate
 from mrl.config.process_schema import Node
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.data.columns import Columns, PromptExample
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
 
@@ -94,7 +94,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
         )
     if len(chosen) > 1:
         raise ValueError(
-            f"{' and '.join(chosen)} are set, but at most one of them may be set; empty the others, as in data.train=[]."
+            f"{' and '.join(chosen)} are set, but exactly one must be set; empty the others, as in data.train=[]."
         )
     if data.train:
         return [_source(dict(files=list(data.train)), "data.train", data)]

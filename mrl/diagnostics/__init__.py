@@ -1,1 +1,1 @@
-"""Diagnostics of training steps: parity checks of layouts, step dumps, and the replay of step dumps."""
+"""Diagnostics: parity checks of layouts, comparison of an engine with the trainer, step dumps, and the replay of step dumps."""

@@ -20,9 +20,9 @@ from mrl.diagnostics.engine_difference import TINY, Cause, Difference, Side, in_
 class Rotation:
     """Properties of a RoPE, fitted to its inputs and outputs."""
 
-    layout: str
+    layout: str  # key of _LAYOUTS: the components that form a pair
     frequencies: NDArray[np.float64]  # [d/2] radians per position
-    amplitude: float
+    amplitude: float  # factor of the cosines and sines
     offset: float  # position of the first token
 
     @property
@@ -58,7 +58,7 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
 
 
 def rope_cause(difference: Difference) -> Cause | None:
-    """Find another layout, amplitude, base, scaling or first position of RoPE."""
+    """Find out whether the sides have different layouts, amplitudes, bases, scalings or first positions of RoPE."""
     name = difference.place.removeprefix("rotated_")
     if not (difference.has(f"normed_{name}") or difference.has(name)):
         return None
@@ -117,7 +117,7 @@ def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], 
 
 
 def attention_cause(difference: Difference) -> Cause | None:
-    """Find another scale of the scores, or another assignment of query heads to key/value heads."""
+    """Find out whether the sides have different scales of the scores, or assign query heads to other key/value heads."""
     found = [_fit_attention(difference, side) for side in difference.sides]
     fits = [fit for fit in found if fit is not None]
     if len(fits) < len(found):

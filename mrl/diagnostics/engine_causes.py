@@ -91,7 +91,10 @@ def _offset(difference: Difference) -> Cause | None:
 
 
 def _norm(difference: Difference) -> Cause | None:
-    """Find a missing norm, a missing weight, or another epsilon. The norm is w * x / sqrt(mean(x^2) + epsilon)."""
+    """Find out whether one side lacks the norm or its weight, or has another epsilon than the other side.
+
+    The norm is w * x / sqrt(mean(x^2) + epsilon).
+    """
     inputs = {"attention_norm": ["input"], "mlp_norm": ["mlp_input"], "final_norm": ["final_norm_input"]}
     sources = inputs.get(difference.place, [difference.place.removeprefix("normed_")])
     if not difference.has(sources[0]):
@@ -210,7 +213,7 @@ def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
 
 
 def _routing(difference: Difference) -> Cause | None:
-    """Find another number of experts, another choice of experts, or another normalization of their weights."""
+    """Find out whether the sides choose different numbers of experts or different experts, or compute other weights for them."""
     engine, trainer = difference.values
     counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
     if counts[0] != counts[1]:
@@ -276,7 +279,7 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
 
 
 def _experts(difference: Difference) -> Cause | None:
-    """Find another activation of the experts, or shared experts that one side does not add."""
+    """Find out whether the experts of the sides have different activations, or one side does not add the shared experts."""
     if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):

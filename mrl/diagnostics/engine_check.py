@@ -16,13 +16,13 @@ from mrl.config.schema import CertifyConfig
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.engine_causes import find_cause
 from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side
-from mrl.diagnostics.parity import random_groups
+from mrl.diagnostics.layout_comparison import random_groups
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
     Arrays,
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     write_request,
 )
 from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
@@ -89,7 +89,7 @@ class EngineReport:
     num_prompts: int
     # number of tokens whose log-probabilities were not compared, because round-off decides to which experts these tokens, or
     # earlier tokens of their rows, are routed
-    undecided_tokens: int
+    tokens_with_tied_experts: int
 
     @property
     def first(self) -> PlaceDifference | None:
@@ -113,7 +113,7 @@ def compare_places(
 ) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
     """Compare all places that both sides have. The trainer must have computed its experts with the engine's routing weights.
 
-    At the place `routing`, tokens whose experts round-off decides are not compared.
+    At the place `routing`, a token is not compared if round-off decides its experts.
 
     Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. The engine may have sampled
     these tokens with other experts.
@@ -233,7 +233,7 @@ class EngineCheck:
             if report.first is None:
                 return report
             sides = self._sides(client, group, block, (engine, trainer), report.first)
-        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.undecided_tokens)
+        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.tokens_with_tied_experts)
         return replace(report, cause=cause)
 
     def _sample(self, client: EngineClient) -> TokenBlock:
@@ -265,7 +265,7 @@ class EngineCheck:
             client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
         finally:
             request.unlink()
-        return read_recording(self.folder, name, self.layout.topology.tp)
+        return read_forward_recording(self.folder, name, self.layout.topology.tp)
 
     def _sides(
         self,

@@ -1,4 +1,4 @@
-"""Test of all-reduces between hosts, with a deadline. Each rank is a child process, which is killed if it is late.
+"""Tests all-reduces between hosts, or between the GPUs of one host. Each rank is a child process, which is killed if it is late.
 
 `python -m mrl.doctor.collective_probe SPEC` runs one rank; SPEC is a RankSpec as JSON. The rank prints a line of JSON when an
 all-reduce begins, finishes or fails.
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mrl.core.installation import python_path
-from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK
+from mrl.core.code_locations import python_path
 from mrl.doctor.host_facts import CollectiveResult
+from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK
 
 START_TIMEOUT_S = 60.0  # time for a child process to import torch from a slow disk
 POLL_S = 0.05  # time between two tests of whether the child processes have ended

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mrl.doctor.checks import gpu_checks, host_checks, network_checks, software_checks, storage_checks
+from mrl.doctor.checks import gpu_checks, host_checks, network_checks
 from mrl.doctor.collective_probe import (
     START_TIMEOUT_S,
     CollectivePlan,
@@ -24,10 +24,10 @@ from mrl.doctor.collective_probe import (
 )
 from mrl.doctor.findings import DoctorFinding, error, merge_findings, to_plain
 from mrl.doctor.gather import host_probe, network_probe
-from mrl.doctor.gather.nvidia_smi import read_gpus
+from mrl.doctor.gather.host_probe import read_gpus
 from mrl.doctor.host_facts import ClusterFacts, CollectiveResult, FolderFacts, HostFacts, Requirements
 from mrl.doctor.rendezvous import Rendezvous
-from mrl.rollout.engines.leases import PortLease
+from mrl.rollout.engines.server import PortLease
 
 CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to cluster.address, and for scontrol
 CONFIG_TIMEOUT_S = 60.0  # time for the first host to read the config from a slow disk
@@ -36,29 +36,29 @@ NUM_CPU_RANKS = 2  # number of ranks in an all-reduce on one host without GPUs
 Check = Callable[[ClusterFacts], Iterator[DoctorFinding]]
 CHECKS: dict[str, Check] = {
     "attendance": host_checks.check_attendance,
-    "versions": software_checks.check_versions,
-    "apex": software_checks.check_apex,
+    "versions": host_checks.check_versions,
+    "apex": host_checks.check_apex,
     "driver": gpu_checks.check_driver,
     "gpus": gpu_checks.check_gpus,
     "topology": gpu_checks.check_topology,
     "infiniband": network_checks.check_infiniband,
     "memory": host_checks.check_memory,
     "cores": host_checks.check_cores,
-    "shared_memory": storage_checks.check_shared_memory,
+    "shared_memory": host_checks.check_shared_memory,
     "limits": host_checks.check_limits,
-    "disk": storage_checks.check_disk,
+    "disk": host_checks.check_disk,
     "names": network_checks.check_names,
     "network": network_checks.check_network,
     "interfaces": network_checks.check_interfaces,
     "ports": network_checks.check_ports,
     "clock": host_checks.check_clock,
     "collectives": network_checks.check_collectives,
-    "environment": software_checks.check_environment,
-    "token": software_checks.check_token,
-    "address": software_checks.check_address,
-    "model": storage_checks.check_model,
+    "environment": host_checks.check_environment,
+    "token": host_checks.check_token,
+    "address": host_checks.check_address,
+    "model": host_checks.check_model,
 }
-"""All checks by name, in the order in which their findings are shown."""
+"""All checks by name. Findings of one severity are shown in this order."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
 def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
     folders = {"temporary": host_probe.ray_temporary_folder()}
     if requirements and requirements.run_dir:
-        folders["run"] = host_probe.existing_parent(requirements.run_dir)
+        folders["run"] = host_probe.nearest_existing_folder(requirements.run_dir)
     return [host_probe.probe_folder(path, purpose) for purpose, path in folders.items()]
 
 
@@ -151,8 +151,8 @@ def examine_hosts(
             return _first_host_missing(rendezvous)
         requirements = msgspec.convert(received[0], Requirements | None)
     exchanged = _exchange_facts(rendezvous, requirements, options)
-    if exchanged is None:
-        return _first_host_missing(rendezvous)
+    if isinstance(exchanged, DoctorReport):
+        return exchanged
     own_name, facts = exchanged
     cluster = ClusterFacts(facts, requirements)
     run_all_reduces = options.all_reduce is not False
@@ -163,20 +163,22 @@ def examine_hosts(
 
 def _exchange_facts(
     rendezvous: Rendezvous, requirements: Requirements | None, options: ExamineOptions
-) -> tuple[str, list[HostFacts]] | None:
+) -> tuple[str, list[HostFacts]] | DoctorReport:
     """Exchange facts with the other hosts, and test the connections to them.
 
-    Returns (name of this host, facts of all hosts that joined), or None if the first host is gone. The name has a suffix if
-    several hosts have the same name.
+    Returns (name of this host, facts of all hosts that joined). The name has a suffix if several hosts have the same name.
+    Returns a report if the first host is gone, or if this host joined too late.
     """
     facts, nonce = gather_facts(requirements, rendezvous.rank), uuid.uuid4().hex
     with network_probe.serve_peers(nonce, options.clock) as ports:
         rendezvous.send("facts", dict(facts=to_plain(facts), ports=ports, nonce=nonce))
         joined = _list_joined_hosts(rendezvous, options.deadline_s)
         if joined is None:
-            return None
+            return _first_host_missing(rendezvous)
         hosts = [msgspec.convert(entry, network_probe.PeerHost) for entry in joined]
-        this_host = next(host for host in hosts if host.facts.rank == rendezvous.rank)
+        this_host = next((host for host in hosts if host.facts.rank == rendezvous.rank), None)
+        if this_host is None:
+            return _attendance_report(facts.host, "it joined the other hosts too late", "it was not checked")
         peers = [host for host in hosts if host is not this_host]
         connections = network_probe.connect_to_peers(peers, options.clock)
         names = [peer.facts.host for peer in peers if "#" not in peer.facts.host]
@@ -207,8 +209,12 @@ def _list_joined_hosts(rendezvous: Rendezvous, deadline_s: float) -> list[Any] |
 def _first_host_missing(rendezvous: Rendezvous) -> DoctorReport:
     name = (_slurm_node_names(rendezvous.size) or ["the first host"])[0]
     what, why = "it did not answer at the rendezvous in time", "the hosts could not be compared with each other"
+    return _attendance_report(name, what, why)
+
+
+def _attendance_report(host: str, what: str, why: str) -> DoctorReport:
     fix = "read the output of the process on the first host, or allow more time: --deadline 300"
-    return DoctorReport(ClusterFacts([]), [replace(error([name], what, why, fix), check="attendance")])
+    return DoctorReport(ClusterFacts([]), [replace(error([host], what, why, fix), check="attendance")])
 
 
 def _missing_hosts(rendezvous: Rendezvous, cluster: ClusterFacts) -> list[str]:

@@ -35,7 +35,7 @@ class DoctorFinding:
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "  # before the lines `why` and `fix` of a finding
-MAX_SHOWN_HOSTS = 6  # a longer list of hosts shows only this many names and a count
+MAX_SHOWN_HOSTS = 6  # if a list has at least two more hosts, it shows only this many names and a count
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
@@ -54,7 +54,7 @@ def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
 
 
 def format_hosts(hosts: Sequence[str]) -> str:
-    """Join host names. A long list shows only the first MAX_SHOWN_HOSTS names, and how many hosts follow."""
+    """Join host names. A list that is too long shows only the first MAX_SHOWN_HOSTS names, and how many hosts follow."""
     rest = len(hosts) - MAX_SHOWN_HOSTS
     return ", ".join(hosts) if rest < 2 else f"{', '.join(hosts[:MAX_SHOWN_HOSTS])} and {rest} more"
 
@@ -98,7 +98,7 @@ def summarize(cluster: ClusterFacts, findings: Sequence[DoctorFinding], num_chec
     total = ", ".join(filter(None, counts)) or "no finding"
     finished = [one for one in cluster.collectives if one.seconds is not None]
     collectives = f", all-reduce over {', '.join(one.group for one in finished)}" if finished else ""
-    where = f"{hosts} host{'s' if hosts != 1 else ''}, {cluster.gpus} GPUs"
+    where = f"{hosts} host{'s' if hosts != 1 else ''}, {cluster.num_gpus} GPUs"
     return f"{where}: {total} in {num_checks} checks{collectives}, {seconds:.1f} s"
 
 

@@ -13,7 +13,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True)
-class ProcessorAndMemory:
+class MachineFacts:
     """Processor cores, host memory and the Slurm job of this process."""
 
     cores: int
@@ -102,12 +102,13 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True)
-class RayToken:
+class RayAuthFacts:
     """How Ray authenticates on this host. The token itself is never stored."""
 
     mode: str = ""  # RAY_AUTH_MODE
     digest: str = ""  # short checksum of the token; "": no token is set
-    source: str = ""  # the variable or file that holds the token
+    # variable or file that has the token. If RAY_AUTH_TOKEN_PATH names the file, `source` is set even if the file has no token
+    source: str = ""
     readable: bool = False  # whether other users can read the file of the token
 
 
@@ -129,16 +130,17 @@ class HostFacts:
 
     host: str  # name
     rank: int  # index of the host among the hosts that are checked together
-    machine: ProcessorAndMemory
+    machine: MachineFacts
     software: SoftwareFacts
     gpus: HostGpus
     limits: dict[str, tuple[int, int]]  # resource (nofile, nproc, memlock) -> (soft, hard) limit; -1: no limit
     shared_memory: FolderFacts
     folders: list[FolderFacts]
     network: NetworkFacts
-    environment: dict[str, str]  # variables that configure NCCL, gloo, CUDA, Ray and proxies; no secrets
-    token: RayToken
-    # checksum of the model folder; "": the folder is missing; None: the config names no model folder
+    # variables that configure torch, NCCL, gloo, UCX, CUDA, Hugging Face and proxies; no secrets
+    environment: dict[str, str]
+    token: RayAuthFacts
+    # checksum of the model folder; "": the folder or its config.json is missing; None: the config names no model folder
     model_checksum: str | None = None
     cluster_error: str = ""  # why this host cannot connect to cluster.address
     # name of another host -> addresses to which this host resolves it
@@ -150,8 +152,8 @@ class HostFacts:
 class Requirements:
     """What a run needs from its hosts, derived from the config of the run."""
 
-    gpus: int = 0  # number of GPUs that the run uses
-    needs_gpus: bool = False  # whether the run needs GPUs; otherwise it can also use CPUs
+    gpus: int = 0  # number of GPUs that the run uses if the hosts have GPUs
+    cannot_run_on_cpus: bool = False  # whether the run cannot use CPUs: its model is too large, or a setting needs CUDA
     layout: str = ""  # parallel layout of the actor
     groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
     model: str | None = None  # model folder
@@ -194,7 +196,7 @@ class ClusterFacts:
         return len(self.hosts) > 1
 
     @property
-    def gpus(self) -> int:
+    def num_gpus(self) -> int:
         """Number of GPUs on all hosts together."""
         return sum(len(one.gpus.cards) for one in self.hosts)
 

@@ -1,4 +1,4 @@
-"""Exchange of JSON values between hosts, through a shared folder or a TCP server.
+"""Exchanges JSON values between hosts, through a shared folder or a TCP server.
 
 One process on each host takes part. Each host has one rank, and the first host has rank 0.
 """

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.families import family_of
+from mrl.checkpoint.resume import continues_from_checkpoint
 from mrl.config.schema import Config
 from mrl.controller.memory_check import check_transport
-from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
+from mrl.controller.plan_models import (
+    build_pools,
+    engine_layout,
+    make_input_files,
+    plan_models,
+    without_unread_adapters,
+)
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
@@ -22,20 +29,27 @@ def requirements_of(config: Config) -> Requirements:
     try:
         needs = algorithm_of(config).needs
         make_input_files(config)
-        models = plan_models(config, needs)
+        models = plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), needs)
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
         if not config.rollout.replay:
             engine_layout(config, actor)
         check_transport(config, pools)
     except ValueError as error:
         return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
-    shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}
-    trained = {role: shapes[role] for role, model in models.items() if model.optimizer}
+    shapes = {
+        role: ModelShape.of(family_of(model.hf), model.arch, config.model.train_vision)
+        for role, model in models.items()
+    }
+    trained = {
+        role: ModelShape.of_adapters(family_of(model.hf), model.arch, model.lora) if model.lora else shapes[role]
+        for role, model in models.items()
+        if model.optimizer
+    }
     num_parameters = shapes["actor"].num_parameters
     needed = checkpoint_disk_bytes(config, trained)
     return Requirements(
         gpus=pools.size,
-        needs_gpus=_needs_gpus(config, num_parameters),
+        cannot_run_on_cpus=_cannot_run_on_cpus(config, num_parameters),
         layout=str(actor.dims),
         groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
         model=str(Path(actor.model_path).absolute()),
@@ -52,7 +66,7 @@ def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _needs_gpus(config: Config, parameters: int) -> bool:
+def _cannot_run_on_cpus(config: Config, parameters: int) -> bool:
     uses_cuda = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
     return uses_cuda or parameters > MAX_CPU_PARAMETERS
 
@@ -81,7 +95,7 @@ def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...
 
 
 def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
-    """Yield the expert-parallel groups. The ranks of one group together hold each expert once."""
+    """Yield the expert-parallel groups. The ranks of one group together hold one expert-tensor shard of every expert."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     stage_size = dims.world_size // dims.pp  # ranks of one pipeline stage
     for rank in range(dims.world_size):

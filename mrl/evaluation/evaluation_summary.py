@@ -1,7 +1,13 @@
-"""Summarizes scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
+"""Summarizes scored responses, and compares an evaluation with an earlier one.
 
-from collections.abc import Sequence
+The summary has pass@k, maj@k and mean score with confidence intervals, per data source and overall. The comparison
+(`evaluate.compare`) has paired differences over the prompts of both evaluations.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +43,9 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     variance = (float(np.square(values - mean).sum()) + largest) / (count + 1)
     effective = count * largest / variance if variance > 0 else count
     z = float(norm.ppf((1 + confidence) / 2))
-    centre = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
     half = z / (1 + z**2 / effective) * np.sqrt(largest / effective + z**2 / (4 * effective**2))
-    return IntervalEstimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+    return IntervalEstimate(mean, max(0.0, float(center - half)), min(1.0, float(center + half)))
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
@@ -65,7 +71,7 @@ class PromptScores:
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
-    cut: int | None  # number of responses that were truncated at the token limit; None: unknown
+    truncated: int | None  # number of responses that were truncated at the token limit; None: unknown
     tokens: int | None  # number of tokens in all responses together; None: unknown
 
     @property
@@ -90,7 +96,7 @@ class EvaluationSummary:
     maj_at: dict[int, IntervalEstimate]  # k -> mean of maj@k
     failed_fraction: float  # fraction of responses that could not be scored
     unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
-    cut_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
+    truncated_fraction: float | None  # fraction of responses that were truncated at the token limit; None: unknown
     mean_tokens: float | None  # mean number of tokens in a response; None: unknown
 
 
@@ -110,14 +116,14 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
-            cut=_sum_or_none([_is_cut(rows[i]) for i in group]),
+            truncated=_sum_or_none([_is_truncated(rows[i]) for i in group]),
             tokens=_sum_or_none([rows[i]["num_tokens"] for i in group]),
         )
         for group in indices.values()
     ]
 
 
-def _is_cut(row: Row) -> bool | None:
+def _is_truncated(row: Row) -> bool | None:
     reason = row["finish_reason"]
     return None if reason is None else reason == "length"
 
@@ -143,7 +149,7 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
     return sorted(set(ks))
 
 
-def summarise(
+def summarize(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
     """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows.
@@ -171,7 +177,8 @@ def _summary(
         return wilson_mean(np.array(values), confidence)
 
     responses = sum(prompt.samples for prompt in prompts)
-    cut, tokens = _sum_or_none([prompt.cut for prompt in prompts]), _sum_or_none([prompt.tokens for prompt in prompts])
+    truncated = _sum_or_none([prompt.truncated for prompt in prompts])
+    tokens = _sum_or_none([prompt.tokens for prompt in prompts])
     return EvaluationSummary(
         name=name,
         prompts=len(prompts),
@@ -181,6 +188,109 @@ def _summary(
         maj_at={k: over_prompts([by_k[k] for by_k in majority]) for k in ks},
         failed_fraction=sum(prompt.failed for prompt in prompts) / responses,
         unanswered_fraction=sum(prompt.answers.count(None) for prompt in prompts) / responses,
-        cut_fraction=None if cut is None else cut / responses,
+        truncated_fraction=None if truncated is None else truncated / responses,
         mean_tokens=None if tokens is None else tokens / responses,
+    )
+
+
+SCORES = "scores.parquet"
+"""Name of the file with the scores of an evaluation."""
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The later value minus the earlier value, averaged over the prompts of one data source, or over all prompts."""
+
+    name: str  # data source, or OVERALL
+    prompts: int  # number of prompts that both evaluations have
+    mean_score: IntervalEstimate
+    pass_at: dict[int, IntervalEstimate]  # k -> difference of pass@k
+    maj_at: dict[int, IntervalEstimate]  # k -> difference of maj@k
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between an evaluation and the earlier evaluation in `folder`."""
+
+    folder: str
+    only_now: int  # number of prompts that only the later evaluation has
+    only_before: int  # number of prompts that only the earlier evaluation has
+    differences: list[PairedDifference]
+
+
+def read_scores(folder: Path) -> list[PromptScores]:
+    """Return the scores of an earlier evaluation. Raises ValueError if there are none or another version of mrl wrote them."""
+    import pyarrow.parquet as pq  # the import takes seconds
+
+    path = folder / SCORES
+    if not path.is_file():
+        raise ValueError(f"evaluate.compare={folder}: no {SCORES} there; expected a folder that `mrl evaluate` wrote.")
+    table = pq.read_table(path)
+    if "prompt_digest" not in table.column_names:
+        raise ValueError(f"evaluate.compare={folder}: another version of mrl wrote it; evaluate these responses again.")
+    rows = [row | dict(finish_reason=None, num_tokens=None) for row in table.to_pylist()]
+    return group_by_prompt(rows, [row["answer"] for row in rows])
+
+
+def compare(
+    folder: Path,
+    before: Sequence[PromptScores],
+    now: Sequence[PromptScores],
+    ks: Sequence[int],
+    threshold: float,
+    confidence: float,
+) -> Comparison:
+    """Return the differences between two evaluations. `before` are the scores that `folder` contains.
+
+    A prompt of one evaluation is paired with the prompt of the other evaluation that has the same digest. If several prompts are
+    equal, they are paired in order. Values of k above the smallest number of responses to a paired prompt are left out. The
+    intervals are Student's t intervals over the differences of the prompts.
+
+    Raises ValueError if the evaluations have no prompt in common.
+    """
+    pairs = _pair(before, now)
+    if not pairs:
+        raise ValueError(
+            f"evaluate.compare={folder}: none of its {len(before)} prompts is among the {len(now)} prompts of this evaluation. "
+            "Two prompts are the same if their messages, without the system message, and their ground truths are equal."
+        )
+    fewest = min(min(first.samples, second.samples) for first, second in pairs)
+    shared_ks = [k for k in ks if k <= fewest]
+    earlier_of = {id(second): first for first, second in pairs}
+    differences = [
+        _difference(name, [(earlier_of[id(each)], each) for each in prompts], shared_ks, threshold, confidence)
+        for name, prompts in by_data_source([second for _, second in pairs])
+    ]
+    return Comparison(str(folder), len(now) - len(pairs), len(before) - len(pairs), differences)
+
+
+def _pair(before: Sequence[PromptScores], now: Sequence[PromptScores]) -> list[tuple[PromptScores, PromptScores]]:
+    waiting: defaultdict[str, deque[PromptScores]] = defaultdict(deque)
+    for prompt in before:
+        waiting[prompt.digest].append(prompt)
+    return [(waiting[prompt.digest].popleft(), prompt) for prompt in now if waiting[prompt.digest]]
+
+
+def _difference(
+    name: str,
+    pairs: Sequence[tuple[PromptScores, PromptScores]],
+    ks: Sequence[int],
+    threshold: float,
+    confidence: float,
+) -> PairedDifference:
+    def mean_of(value: Callable[[PromptScores], float]) -> IntervalEstimate:
+        return student_t_mean(np.array([value(now) - value(before) for before, now in pairs]), confidence)
+
+    def pass_at(k: int) -> Callable[[PromptScores], float]:
+        return lambda prompt: pass_at_k(prompt.samples, sum(prompt.passed(threshold)), k)
+
+    def maj_at(k: int) -> Callable[[PromptScores], float]:
+        return lambda prompt: majorities(prompt.answers, prompt.passed(threshold), [k])[k]
+
+    return PairedDifference(
+        name=name,
+        prompts=len(pairs),
+        mean_score=mean_of(lambda prompt: float(np.mean(prompt.scores))),
+        pass_at={k: mean_of(pass_at(k)) for k in ks},
+        maj_at={k: mean_of(maj_at(k)) for k in ks},
     )

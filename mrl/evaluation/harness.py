@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from models.conversion.resumable_folder import ByteProgress
+from models.families import family_of
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization, engine_key
+from mrl.controller.plan_models import check_engine_device
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
-from mrl.evaluation.generation_plan import CONVERTED_MODEL, SampledModel, find_model
+from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model
 from mrl.rollout.client import EngineError
 from mrl.rollout.engine_pool import deadline_error
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
@@ -98,6 +100,8 @@ def plan_harness(config: Config) -> HarnessPlan:
             )
     check_server_args(config.sglang)
     model = find_model(config)
+    if not config.rollout.engine_urls:
+        check_engine_device(config, family_of(model.hf))
     if any(sign in f"{model.folder.resolve()}{Path(config.model.path).name}" for sign in ",="):
         raise ValueError(
             f"model.path={config.model.path}: evaluate.harness cannot pass a path with , or = to lm_eval; rename it."
@@ -196,10 +200,10 @@ def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessR
 
 
 class OpenAIEndpoint:
-    """HTTP server with OpenAI's API that forwards each request to one of the engines. A context manager starts and ends it.
+    """HTTP server with OpenAI's API that forwards each request to one of the engines.
 
-    Clients must send the engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its
-    requests. The server runs in the event loop of the pool.
+    The object is a context manager: the server runs until the context exits, in the event loop of the pool. Clients must send the
+    engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its requests.
     """
 
     def __init__(self, watcher: EngineWatcher, limit: int) -> None:

@@ -13,7 +13,7 @@ from parallel.durable_files import fsync_path
 MANIFEST = "_generate.json"
 OUTPUT_FILES = "responses_*.parquet"  # `*` is replaced by the index of the file
 
-Row = dict[str, Any]  # one response, as the columns of `response_schema`
+Row = dict[str, Any]  # one response: column of `response_schema` -> value
 JsonObject = dict[str, Any]  # settings or totals of a generation, as in _generate.json
 
 
@@ -27,7 +27,7 @@ class ResponseStore:
         """Check the folder without changing it.
 
         Args:
-            settings: everything that determines the responses, as a flat JSON object.
+            settings: everything that determines the responses, as a JSON object: name of a setting -> its value.
 
         Raises:
             ValueError: the folder belongs to a generation with other settings (the message names the differences), or it

@@ -27,14 +27,15 @@ def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[Process
 
     The first of these rules that finds processes decides which processes are blamed:
     1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
-    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended;
+    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended, which
+       probably waited for such a process;
     3. pending ranks that the watchdog ended;
     4. processes that died and are not pending;
     5. stopped processes;
     6. pending processes that do not wait;
     7. pending processes that wait for something other than other ranks or a call;
     8. pending ranks that have entered fewer collectives than other members of a process group;
-    9. pending processes that wait for a call although their call has not ended.
+    9. pending processes that wait for their next call although their last call has not ended.
     """
     pending = [snapshot for snapshot in snapshots if is_pending(snapshot)]
     blamed = _find_blamed(snapshots, pending)
@@ -97,8 +98,8 @@ def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[Proce
         if most > own.num_collectives:
             last = next(_describe_operation(log) for log in others if log.num_collectives == most)
             lags.append(
-                f"has entered {own.num_collectives} collectives of {describe_group(own)}, "
-                f"other members have entered {most} (the last: {last})"
+                f"has entered {own.num_collectives} collectives of the {describe_group(own)}, "
+                f"but another member has entered {most} (the last: {last})"
             )
     return f"; it {'; it '.join(lags)}" if lags else ""
 
@@ -108,10 +109,10 @@ def _logs_of_group(own: LastCollective, other: ProcessSnapshot) -> list[LastColl
 
 
 def describe_group(last: LastCollective) -> str:
-    """Return the name of a process group, such as "group data parallel (ranks 0, 1)"."""
+    """Return the name of a process group, such as 'process group "data parallel" (ranks 0, 1)'."""
     ranks = ", ".join(map(str, last.ranks[:8])) + (", ..." if len(last.ranks) > 8 else "")
     purpose = last.purpose.lower().replace("_", " ").replace(" group", "").replace("model parallel", "parallel")
-    return f"group {purpose if purpose not in ('', 'undefined') else last.group} (ranks {ranks})"
+    return f'process group "{purpose if purpose not in ("", "undefined") else last.group}" (ranks {ranks})'
 
 
 def _describe_operation(last: LastCollective) -> str:

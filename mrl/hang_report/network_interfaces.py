@@ -1,7 +1,10 @@
-"""Network interfaces of this host: tests of each interface, and a prediction of which interface NCCL or gloo uses.
+"""Network interfaces of this host, and the environment variables of NCCL, gloo, UCX and torch.distributed (network variables).
 
-Hangs often have this cause: NCCL opens its connections on an interface that cannot connect to its own address. All ranks then
-wait forever without an error message.
+The module tests each interface, and predicts which interface NCCL or gloo uses. Hangs often have this cause: NCCL opens its
+connections on an interface that cannot connect to its own address. All ranks then wait forever without an error message.
+
+The network variables decide how the processes of a run connect to each other. In all processes, the variables have the same
+values, except that names of network interfaces may differ.
 """
 
 import contextlib
@@ -12,6 +15,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil
+
+NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_", "UCX_")
+"""Beginnings of the names of network variables."""
+
+INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
+"""Library -> the variable that names its network interfaces. On different hosts, interfaces may have different names."""
+
+LOOPBACK = "lo"
+"""Default value of both INTERFACE_VARIABLES in a run that starts Ray on this machine, where all its processes run."""
+
+
+def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the network variables of an environment, except INTERFACE_VARIABLES."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(NETWORK_PREFIXES) and name not in INTERFACE_VARIABLES.values()
+    }
+
+
+def interface_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that are in INTERFACE_VARIABLES."""
+    return {name: environment[name] for name in INTERFACE_VARIABLES.values() if name in environment}
+
 
 CONNECT_TIMEOUT_S = 1.0  # longest wait for a connection from an address to the same address
 NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes of interfaces that NCCL uses only if there is no other

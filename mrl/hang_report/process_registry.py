@@ -1,8 +1,8 @@
 """Registry of a run's processes. Each process registers itself, records its current activities, and dumps its stacks on a signal.
 
-The registry is a folder of the run. A process has four files there: `<name>.json` (ProcessRecord), `<name>.txt` (stack dumps),
-`<name>.activities` and, on trainer ranks, `<name>.ops` (parallel.collective_log). Another process reads these files for a hang
-report, even if the registered process is stopped or dead.
+The registry is a folder of the run. A process has these files there: `<name>.json` (ProcessRecord), `<name>.txt` (stack dumps),
+`<name>.activities` and, for a trainer rank, `<name>.ops` and `<name>.ops.json` (parallel.collective_log). Another process reads
+these files for a hang report, even if the registered process is stopped or dead.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""RayWaiter, with which the driver waits for Ray calls until a deadline.
+"""Waits for Ray calls until a deadline (RayWaiter).
 
 If the deadline passes or a process dies, the driver writes a hang report about the run's processes on all hosts and raises an
 error that has the path of the report. The errors are ProcessesLostErrors, because the run may continue after a restart of the
@@ -191,8 +191,8 @@ class RayWaiter:
         """Return the answers of all futures, in order.
 
         `call`: description of the call. `starting`: the call starts the processes, so a hang report also tests the network.
-        Raises StalledError when the deadline passes, RankLostError or RolloutWorkerLostError when a process died, and any
-        exception that a process raised.
+        Raises StalledError if the deadline passes or ranks gave up waiting for another rank, RankLostError or
+        RolloutWorkerLostError if a process died, and any exception that a process raised.
         """
         try:
             answers = _wait_for_all(futures, timeout_s)

@@ -16,7 +16,7 @@ import psutil
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import start_arguments
-from mrl.core.installation import IS_CHECKOUT, PACKAGE_ROOT, SLURM
+from mrl.core.code_locations import IS_CHECKOUT, PACKAGE_ROOT, SLURM
 
 SCRIPT = "job.sbatch"  # name of the batch script in the run directory
 SETTINGS = (

@@ -3,7 +3,8 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit.
+not distinguish these cases from a normal exit. A child that must be started again also omits the message: after
+`request_restart`, or if its run is finished but the processes of the run do not end (`shutdown_deadline` in mrl.core.processes).
 """
 
 import atexit
@@ -21,9 +22,8 @@ from types import FrameType
 
 import psutil
 
-from mrl.core.processes import become_subreaper, descendants, end_processes
+from mrl.core.processes import become_subreaper, call_before_exit, descendants, end_processes
 from mrl.core.run_errors import REQUEUE_STATUS, describe_exit
-from mrl.core.shutdown import call_before_exit
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # contains the file descriptor to which the child writes messages
 RUN_VARIABLE = (
@@ -71,9 +71,10 @@ def request_restart() -> None:
 
 
 def supervise(module: str, argv: Sequence[str]) -> int:
-    """Run `python -m module argv` until it exits normally, with at most MAX_RESTARTS restarts.
+    """Run `python -m module argv`. Restart it when it ends without the message "ended", at most MAX_RESTARTS times in a row.
 
-    Returns the exit status of the last child.
+    After a forwarded signal, the child is not restarted. Returns the exit status of the last child; see
+    `_ChildWatcher.exit_status`.
     """
     become_subreaper()
     watcher = _ChildWatcher()
@@ -86,7 +87,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
             return watcher.exit_status(status)
         arguments += [message for message in messages if message not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
-        sys.stderr.write(f"mrl: the process was killed or crashed ({describe_exit(status)}); ")
+        sys.stderr.write(f"mrl: the process ended without finishing its work ({describe_exit(status)}); ")
         sys.stderr.write(
             f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
         )
@@ -100,15 +101,12 @@ class _ChildWatcher:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
-        self.earlier = set(descendants())  # processes that are older than the run, by process id and start time
+        self.earlier = set(descendants())  # processes that existed before the run; psutil compares ids and start times
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)
         if self.child is not None and self.child.returncode is None:
-            with suppress(
-                ProcessLookupError
-            ):  # Popen.send_signal would reap the child, and _wait needs its exit status
-                os.kill(self.child.pid, signum)
+            _send_signal(self.child, signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
@@ -122,12 +120,12 @@ class _ChildWatcher:
             [sys.executable, "-P", "-c", _RUN_CHILD, module, *argv],
             env=os.environ | {PIPE_VARIABLE: str(write_end), RUN_VARIABLE: str(os.getpid())},
             pass_fds=[write_end],
-            preexec_fn=end_with_parent,
+            preexec_fn=term_with_parent,
             process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it once
         )
         os.close(write_end)
         for signum in self.signals[:1]:
-            self.child.send_signal(signum)
+            _send_signal(self.child, signum)
         status = _wait(self.child)
         end_processes(self._left_by_child())
         with os.fdopen(read_end, "rb") as pipe:
@@ -137,9 +135,10 @@ class _ChildWatcher:
         """Return the processes that an ended child has left behind.
 
         This process is the subreaper, so the kernel makes it the parent of these orphans. The result does not contain processes
-        that are older than the run (`server & exec mrl train`), or their children. An orphan can come from another program only
-        if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases, the
-        result also omits an orphan whose environment can be read, is not empty, and lacks RUN_VARIABLE.
+        that are older than the run (`server & exec mrl train`), or their children. Orphans of other programs reach this process
+        only if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases,
+        the result also omits each orphan whose environment shows that it is not of the run: the environment can be read, is
+        not empty, and lacks RUN_VARIABLE.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:
@@ -156,12 +155,19 @@ class _ChildWatcher:
     def exit_status(self, status: int) -> int:
         """Return the child's exit status in the form that a shell reports.
 
-        If a preemption signal ended the child before it could handle the signal, return REQUEUE_STATUS.
+        Return REQUEUE_STATUS if a preemption signal ended the child before it could handle the signal, or arrived in a pause
+        between two children.
         """
         preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
         if preempted and (self.child is None or -status in preempted):
             return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
+
+
+def _send_signal(child: subprocess.Popen[bytes], signum: int) -> None:
+    """Send a signal to a child that is not reaped. Popen.send_signal could reap the child, whose exit status _wait needs."""
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, signum)
 
 
 def _children() -> list[psutil.Process]:
@@ -194,11 +200,11 @@ _prctl = ctypes.CDLL(None).prctl  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
+def term_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent dies. Also restore the default handling of SIGINT.
 
-    Runs in a forked child before exec.
+    Runs in a forked child before exec. `kill_with_parent` in mrl.core.processes sends SIGKILL instead.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A background job of a shell ignores SIGINT, and the children of the job inherit this setting.
+    # A background job of a shell script (of a shell without job control) ignores SIGINT, and its children inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,1 +1,1 @@
-"""Placement of processes on devices: the Ray cluster, resource pools (as Ray placement groups), and device maps."""
+"""Places processes on devices: connects to a Ray cluster, makes a placement group for each pool, and shows device maps."""

@@ -44,10 +44,11 @@ class DeviceMap:
 
 
 def planned_device_map(pools: Pools, gpus_per_node: int, num_nodes: int = 0) -> DeviceMap:
-    """Return a map that places the pools on as few nodes with `gpus_per_node` GPUs as possible.
+    """Return a map that places the pools on nodes with `gpus_per_node` GPUs.
 
-    If the job has `num_nodes` nodes, the map also shows the nodes that the pools do not need, whose GPUs stay idle. Raises
-    ValueError if a pool with strategy STRICT_PACK has more slots than a node.
+    The pools are placed one after another. A strategy, such as STRICT_SPREAD, may need more nodes than the number of slots
+    requires. If the job has `num_nodes` nodes, the map also shows the nodes that the pools do not need, whose GPUs stay idle.
+    Raises ValueError if a pool with strategy STRICT_PACK has more slots than a node.
     """
     node_of_slots = _fill_nodes(pools, gpus_per_node)
     named = {pool: [f"node {number}" for number in numbers] for pool, numbers in node_of_slots.items()}
@@ -248,8 +249,8 @@ ROLE_COLORS = {
     "critic": "#F58518",
     "actor": "#4C78A8",
 }
-"""Color of each role. The order is the order in which the roles work during a step."""
-OTHER_COLOR = "#9D755D"  # color of the other models in the key `roles`, which work before the critic
+"""Color of each role. The order is the order in which the roles work during a step. Other models work before the critic."""
+OTHER_COLOR = "#9D755D"  # color of the other models in the key `roles`
 MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
 
 
@@ -274,7 +275,7 @@ def render_device_map(devices: DeviceMap) -> Group:
 
 
 def summarize(devices: DeviceMap) -> str:
-    """Return one line with the total number of devices and of nodes."""
+    """Return one line: how many devices the pools use, the number of devices, and the number of nodes."""
     count, size = sum(len(node.cells) for node in devices.nodes), devices.pools.size
     used = f"{size} of {count}" if count > size else str(count)
     return f"{used} {devices.unit}s on {len(devices.nodes)} node{'s' if len(devices.nodes) > 1 else ''}"
@@ -296,9 +297,9 @@ def _present_roles(devices: DeviceMap) -> list[str]:
     return sorted(devices.pools.by_role, key=_work_order)
 
 
-def _work_order(role: str) -> tuple[int, str]:
+def _work_order(role: str) -> tuple[float, str]:
     known = list(ROLE_COLORS)
-    return known.index(role) if role in known else known.index("critic"), role
+    return known.index(role) if role in known else known.index("critic") - 0.5, role
 
 
 def _color(role: str) -> str:
@@ -346,7 +347,7 @@ def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
 
 
 def draw_device_map(path: Path, devices: DeviceMap, *, title: str) -> None:
-    """Draw a PNG file: the nodes and devices at the top, the pools in each role's phase below them, and the warnings."""
+    """Draw a PNG file: at the top the nodes and devices, below them a bar for each pool and role, at the bottom the warnings."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Placement of resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of the pool is a bundle."""
+"""Places resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of the pool is a bundle."""
 
 import ipaddress
 import time
@@ -71,7 +71,7 @@ class PlacedPool:
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id. It runs again if the bundle has moved."""
+        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id, again if the bundle has moved."""
         if not self.has_gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]

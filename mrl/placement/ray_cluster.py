@@ -2,6 +2,10 @@
 
 `python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` waits until all nodes have joined the cluster. Slurm jobs run this
 command before the driver.
+
+A Ray cluster that mrl starts has a private folder for its logs, sockets and other files. Ray gives its folders the mode 777, so
+other users of the machine could read the logs and replace the sockets. Therefore mrl puts Ray's folder into a folder that only
+the user of the run can enter.
 """
 
 import logging
@@ -9,7 +13,9 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,14 +32,63 @@ from ray.job_config import JobConfig
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
 from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
-from mrl.core.installation import import_environment, python_path
-from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
+from mrl.core.code_locations import import_environment, python_path
+from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
-from mrl.core.shutdown import shutdown_deadline
-from mrl.placement.ray_folder import private_ray_folder
+from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
+
+MAX_PATH_BYTES = 41
+"""Largest length of the path of Ray's folder. The path of a Unix socket has at most 107 bytes, and the names that Ray appends
+(session_DATE_TIME_PID/sockets/plasma_store.N) have up to 66 bytes."""
+
+RAY = "r"
+"""Name of Ray's folder. It is short, because it is a part of the path of each socket."""
+
+
+def private_ray_folder() -> Path:
+    """Return the path of Ray's folder, whose parent has the mode 700. Create the parent if it is missing.
+
+    The parent is RAY_TMPDIR itself if only this user can enter it. Otherwise the parent is mrl-ray-UID in RAY_TMPDIR. If
+    RAY_TMPDIR is not set, the parent is mrl-ray-UID in the folder of temporary files, or in /tmp if the path would be too long
+    for sockets. Raises ValueError if RAY_TMPDIR is too long, or if another user has created mrl-ray-UID or could access it.
+    """
+    chosen, name = os.environ.get("RAY_TMPDIR"), f"mrl-ray-{os.getuid()}"
+    base = Path(chosen or tempfile.gettempdir()).absolute()
+    path = base / RAY if chosen and _is_private(base) else base / name / RAY
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        if chosen:
+            raise ValueError(
+                f"RAY_TMPDIR={chosen}: the path of Ray's folder {path} has {len(os.fsencode(path))} bytes; it may have at "
+                f"most {MAX_PATH_BYTES}, so that Ray can create sockets in it. Set RAY_TMPDIR to a shorter path, or, if you own "
+                "this folder, run `chmod 700` on it; the path is then shorter."
+            )
+        path = Path("/tmp") / name / RAY
+    folder = path.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(folder):
+        found = folder.lstat()
+        raise ValueError(
+            f"{folder}, the folder for Ray's logs and sockets, has the mode {stat.filemode(found.st_mode)} and the owner "
+            f"{found.st_uid}; expected a folder with the mode drwx------ and the owner {os.getuid()}. Remove it, or set "
+            "RAY_TMPDIR to another folder."
+        )
+    return path  # Ray creates this folder with the mode 777; the parent keeps other users out
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether `folder` is a folder and not a link, belongs to this user, and gives other users no permission."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
 
 # OMP_WAIT_POLICY: ranks and engines share the cores, and by default the idle threads of GNU OpenMP busy-wait.
 # THP_MEM_ALLOC_ENABLE: torch allocates large tensors in huge pages, so that the kernel spends less time on page faults.
+# TOKENIZERS_PARALLELISM: tokenizers of Hugging Face start no threads. With threads, they warn when the process forks.
+# CUDA_DEVICE_MAX_CONNECTIONS: with 1, a GPU starts kernels in the order of the launches. So a collective that Megatron launches
+# first also starts before the matrix product with which it overlaps.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
 # of a run by their environment.
 PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -67,9 +122,10 @@ def ray_cluster(
 
     Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
     number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
-    independently of the number of cores. `variables`: further environment variables for every process of the run. All processes
-    also get the network variables of this process. Raises ProcessesLostError if the local cluster does not start, and ValueError
-    if the folder for its files would not be private.
+    independently of the number of cores; if `num_slots` is None, it gets one for each core. `variables`: further environment
+    variables for every process of the run. All processes also get the network variables of this process.
+
+    Raises ProcessesLostError if the local cluster does not start, and ValueError if the folder for its files is not private.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generates the key, so that every process of the run inherits the same key
@@ -124,7 +180,9 @@ def cluster_hosts() -> list[dict[str, Any]]:
 
 
 def object_store_bytes(memory: int, shared_memory: int) -> int:
-    """Return the size of a local cluster's object store, from the free memory of the machine and the free space of /dev/shm.
+    """Return the size of a local cluster's object store, in bytes.
+
+    `memory`: free memory of the machine (bytes). `shared_memory`: free space of /dev/shm (bytes).
 
     The store gets a tenth of the memory, but at most half of /dev/shm, because engines and NCCL have buffers there, too. It gets
     at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store uses memory only

@@ -208,7 +208,7 @@ def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return `cluster` with a value for `nodes`: if it is not set, the number of nodes that the pools need."""
+    """Return `cluster` with its number of nodes. If `cluster.nodes` is not set, this is the number that the pools need."""
     if cluster.nodes:
         return cluster
     missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that cluster.components do not provide

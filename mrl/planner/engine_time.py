@@ -11,12 +11,12 @@ from itertools import count
 from math import inf, sqrt
 
 from mrl.config.process_schema import PauseMode
+from mrl.planner.engine_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.layout_space import GpuCluster
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EngineTime:
     @cached_property
     def memory(self) -> EngineRankMemory:
         """Bytes of model weights and KV cache on each GPU of the engine."""
-        topology, free = Topology(self.tp), int(self.cluster.memory_bytes)
+        topology, free = EngineParallelSizes(self.tp), int(self.cluster.memory_bytes)
         return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
     def max_running(self, lengths: LengthDistribution) -> int:
@@ -59,7 +59,7 @@ class EngineTime:
     @cached_property
     def _weight_parts(self) -> tuple[int, int]:
         """Bytes of model weights on one GPU: (all weights except those of routed experts, weights of routed experts)."""
-        return engine_weight_parts(self.shape, Topology(self.tp), WEIGHT_BYTES)
+        return engine_weight_parts(self.shape, EngineParallelSizes(self.tp), WEIGHT_BYTES)
 
     @property
     def _compute_s(self) -> float:
@@ -104,6 +104,7 @@ class RolloutTime:
         """Combine the speeds of an engine with the workload. The engines share the responses of a training step evenly."""
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
+        # The first request of a group prefills the prompt. Each request prefills one more token: see EngineQueue._start_waiting.
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
         # Tokens of the requests that run when weights are pushed; after the push, the engine prefills these tokens again.
         prefilled_again = min(most, requests * staleness) * lengths.mean_context
@@ -192,8 +193,8 @@ class SimulatedRequest:
     """
 
     key: Hashable  # identifies the request for the caller
-    # Equal for requests with the same prompt. The first of these requests prefills the prompt. The others find all tokens of the
-    # prompt except the last one in the prefix cache
+    # Identifies the prompt. Of several requests with the same prompt, the first one prefills the prompt. The others find all
+    # tokens of the prompt except the last one in the prefix cache
     prompt: Hashable
     prompt_tokens: int
     response_tokens: int

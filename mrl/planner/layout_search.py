@@ -227,6 +227,9 @@ class LayoutSearch:
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)
+            if not len(replicas):
+                self.space.excluded["no possible number of replicas"] += 1
+                continue
             recomputing = replace(plain, recompute=True)
             first_plain = self._first_that_fits(plain, replicas)
             first_recomputing = self._first_that_fits(recomputing, replicas[:first_plain])
@@ -302,7 +305,7 @@ class LayoutSearch:
         """Yield candidates whose engines use only GPUs of the trainers, and get their weights by weight_sync.transport=cuda_ipc.
 
         With this transport, every engine rank must share its GPU with a trainer rank. On one node, the weight push is predicted
-        for links within the node. On several nodes, the prediction is that for weight_sync.transport=process_group, because the
+        for links within the node. On several nodes, the push is predicted as for weight_sync.transport=process_group, because the
         trainer ranks first pass the weights on between nodes. The copies on each GPU are neglected.
         """
         cluster, shape = self.space.cluster, self.space.shape
@@ -402,7 +405,10 @@ def _balance(best: RunCandidate) -> str:
 def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
     running, requested = search.engine_load(best)
     if requested > running:
-        return f"sampling: the KV cache of an engine holds only {running:,} of its {requested:,} responses at one time"
+        return (
+            f"sampling: an engine runs only {running:,} of its {requested:,} responses at one time (KV cache, or "
+            "sglang.max_running_requests)"
+        )
     longest = search.work.lengths.longest_of(search.work.responses)
     return (
         f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest response, "

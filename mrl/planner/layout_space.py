@@ -24,7 +24,7 @@ MIN_CP_TOKENS = 1024
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Number of GPUs, and the memory and speeds of one GPU and its links."""
+    """Number of GPUs, and the memory and the attained speeds of one GPU and its links."""
 
     gpus: int
     gpus_per_node: int
@@ -175,6 +175,11 @@ class LayoutSpace:
         """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""
         for tp in self._tensor_sizes():
             for pp, vpp, last in self._pipeline_sizes():
+                if self._features > -(
+                    -self.shape.num_layers // (pp * vpp)
+                ):  # an uneven layout has fewer in the last stage
+                    self.excluded["features of the vision tower for several pipeline stages"] += 1
+                    continue
                 for cp in self._context_sizes():
                     for ep, etp in self._expert_sizes(tp):
                         layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last)
@@ -182,6 +187,11 @@ class LayoutSpace:
                             self.excluded["needs more GPUs than there are"] += 1
                         else:
                             yield layout
+
+    @property
+    def _features(self) -> int:
+        """Number of first layers that get features of the vision tower. They must be in the first stage."""
+        return self.arch.vision.num_features if self.arch.vision else 0
 
     def engine_tps(self) -> list[int]:
         """Return the possible numbers of GPUs of one engine.
@@ -197,7 +207,7 @@ class LayoutSpace:
             for tp in self._allowed("engine_tp", _divisors(heads))
             if tp <= self.cluster.gpus
             and (groups % tp == 0 or tp % groups == 0)
-            and all(width % tp == 0 for width in self._mlp_widths())
+            and all(width % tp == 0 for width in (*self._mlp_widths(), *self.arch.recurrent_heads.values()))
             and (gpus_per_node % tp == 0 or tp % gpus_per_node == 0)
         ]
 
@@ -215,7 +225,7 @@ class LayoutSpace:
 
     def _tensor_sizes(self) -> Iterator[int]:
         t = self.arch.transformer
-        widths = (*self._dense_widths(), *self._shared_widths())
+        widths = (*self._dense_widths(), *self._shared_widths(), *self.arch.recurrent_heads.values())
         common = gcd(t["num_attention_heads"], t["num_query_groups"], *widths)
         for tp in self._allowed("tp", _divisors(common)):
             if tp > self.cluster.gpus_per_node or self.cluster.gpus_per_node % tp:

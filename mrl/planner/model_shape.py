@@ -1,35 +1,47 @@
 """Sizes of one model: widths, number of layers, and the shape of every parameter.
 
-The planner computes bytes and seconds from these sizes. ModelShape.of reads the sizes once from the conversion table of the
-model family. A search can then evaluate thousands of layouts quickly.
+The planner computes bytes and seconds from these sizes. ModelShape.of reads the widths from the Architecture of the model, and
+the shapes of the parameters from the conversion table of its family. It does this once, so a search can evaluate thousands of
+layouts quickly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from models.architecture import Architecture, Family
+from models.architecture import VISION_PREFIX, Architecture, Family
+from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
 from models.conversion.mapping import ParamMapping, VocabMapping
+from parallel.trainer_config import LoraConfig
 
 ParameterLocation = Literal["first", "layer", "expert", "last"]
 """Location of a parameter in the model.
 
-first: in the embedding. layer: once in each layer. expert: once in each expert of each layer. last: in the final norm or the
-output layer.
+first: in the embedding, or in a vision tower that is trained. layer: once in each layer. expert: once in each expert of each
+layer. last: in the final norm or the output layer.
 """
 HeadKind = Literal["vocabulary", "value"]
 """Output for each token: logits of the vocabulary, or one value (critic)."""
 
 MODULE_ORDER = (
     "input_layernorm.",
+    "self_attention.conv_weight",
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.norm_weight",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
+    "self_attention.linear_in.weight",
+    "self_attention.linear_in.layer_norm_weight",
+    "self_attention.linear_in.lora.",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.lora.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
     "self_attention.linear_q_up_proj.",
@@ -38,6 +50,8 @@ MODULE_ORDER = (
     "self_attention.q_layernorm.",
     "self_attention.kv_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.q_projection_norm.",
+    "self_attention.k_projection_norm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.experts.",
@@ -45,21 +59,97 @@ MODULE_ORDER = (
     "mlp.linear_fc1.weight",
     "mlp.linear_fc1.bias",
     "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.lora.",
     "mlp.linear_fc2.",
+    "post_self_attn_layernorm.",
+    "post_mlp_layernorm.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
+"""Order of a layer's parameters in Megatron's flat buffers.
+
+The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
+contains.
+"""
+
+
+class LayerKind(NamedTuple):
+    """What a layer consists of."""
+
+    experts: bool  # whether the layer has experts in place of one MLP
+    recurrent: bool = False  # whether the layer has a gated delta net in place of attention
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The possible values of `present_in` for parameters of such a layer, see ParameterShape."""
+        return "always", "moe" if self.experts else "dense", "recurrent" if self.recurrent else "attention"
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the gated delta nets of a model."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # channels of a key
+    value_dim: int  # channels of a value
+    kernel: int  # number of tokens that the convolution reads
+
+    @property
+    def rule_macs(self) -> int:
+        """Number of multiply-adds of one token in the recurrence of one layer; see Architecture.multiply_adds."""
+        return 3 * self.value_heads * self.value_dim * self.key_dim
+
+    @property
+    def gathered_width(self) -> int:
+        """Number of elements that context-parallel ranks gather for one token in one layer."""
+        heads = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return heads + 2 * self.value_heads
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Sizes of the vision tower of an image model."""
+
+    hidden: int  # width of the hidden states of a patch
+    ffn: int  # width of the MLPs
+    blocks: int
+    gated: bool  # whether the MLPs have a gate, and the norms are RMSNorms
+    features: int  # number of decoder layers to whose outputs the tower adds features
+    patches: int  # number of patches of one image token
+    values: int  # number of values of one patch
+    trained: bool
+
+    @classmethod
+    def of(cls, arch: Architecture, rows: Sequence[ParamMapping], trained: bool) -> TowerShape | None:
+        """Return the sizes of the tower, or None if the model reads no images. `rows`: rows of the tower's parameters."""
+        if arch.vision is None:
+            return None
+        sizes, vision = arch.sizes, arch.vision
+        return cls(
+            hidden=sizes["tower_hidden"],
+            ffn=sizes["tower_ffn"],
+            blocks=vision.repeats["block"],
+            gated=any(".gate_proj." in row.megatron for row in rows),
+            features=vision.num_features,
+            patches=vision.merge_size**2,
+            values=sizes["channels"] * sizes["frames"] * sizes["patch"] ** 2,
+            trained=trained,
+        )
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """Shape of one parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
+    """Shape of one parameter of a layer, an expert, the embedding, the final norm or the output layer.
+
+    It may also be the shape of an untrained tensor: a buffer of a torch module, such as the correction bias of a router.
+    """
 
     name: str  # Megatron's name, without the prefix of its layer
     location: ParameterLocation
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
-    present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
-    is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of tensor-parallel ranks
+    present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
+    whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
+    is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
 
     @property
     def numel(self) -> int:
@@ -91,22 +181,45 @@ class ModelShape:
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
-    qk_norm: bool  # whether attention normalizes queries and keys
+    qk_norm: bool  # whether attention normalizes the queries and keys of each head
+    projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and also the keys
+    pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
+    fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
+    clamped_gates: bool = False  # whether gates and up projections are clamped
+    post_norms: bool = False  # whether there is a norm after the attention and one after the MLP
     q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
     kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
     rotary_dim: int = 0  # channels of a head that have a rotary embedding
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
+    window: int = 0  # number of tokens to which a token attends in layers with a sliding window; 0: no layer has one
+    windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
+    recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
+    recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
+    zero_centered_norms: bool = False  # whether norms multiply by 1 + weight
+    output_gate: bool = False  # whether attention has an output gate
+    shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
     tied: bool = False  # whether the output layer and the embedding share their weights
     gated: bool = True  # whether MLPs have a gate
-    dropout: bool = False  # whether layers have dropout
+    dropout: bool = False  # whether layers have dropout of hidden states
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
-    buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
+    # Buffers of torch modules: the float32 correction biases of routers, which no optimizer updates
+    untrained_tensors: tuple[ParameterShape, ...] = ()
+    frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
+    tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """Return the sizes of the model `arch`. `family`: model family, which has the table of the model's parameters."""
-        t, rows = arch.transformer, family.rows(arch)
+    def of(
+        cls, family: Family, arch: Architecture, train_vision: bool = False, *, hidden_dropout: float = 0.0
+    ) -> ModelShape:
+        """Return the sizes of the model `arch`.
+
+        `family`: model family, which has the table of the model's parameters. `train_vision`: whether the vision tower of an
+        image model is trained. `hidden_dropout`: megatron.hidden_dropout.
+        """
+        t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
+        of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
+        rows += of_tower if train_vision else []
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
             hidden=t["hidden_size"],
@@ -121,20 +234,53 @@ class ModelShape:
             shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0,
             vocab=arch.vocab_size,
             qk_norm=t.get("qk_layernorm", False),
+            projection_norms="projection_norms" in arch.parts,
+            pre_norms="no_pre_norms" not in arch.parts,
+            post_norms="post_norms" in arch.parts,
+            fused_activation=arch.activation == "silu",
+            clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
             rotary_dim=arch.rope.dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
+            window=arch.window,
+            windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
+            recurrent=tuple(map(arch.is_recurrent, range(arch.num_layers))),
+            recurrence=_recurrent_shape(t) if arch.has_recurrent_layers else None,
+            zero_centered_norms=t.get("layernorm_zero_centered_gamma", False),
+            output_gate=t.get("attention_output_gate", False),
+            shared_gate=t.get("moe_shared_expert_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
-            buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
+            dropout=hidden_dropout > 0,
+            untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
+            frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
+            tower=TowerShape.of(arch, of_tower, train_vision),
         )
+
+    @classmethod
+    def of_adapters(cls, family: Family, arch: Architecture, lora: LoraConfig) -> ModelShape:
+        """Return the sizes of the model `arch`, with the parameters of its LoRA adapters in place of its own parameters."""
+        rows = [row for row in family.rows(arch) if can_have_adapter(row, lora.experts)]
+        targets = adapted_matrices(rows, lora)
+        mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
+        parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
+        return replace(cls.of(family, arch), parameters=parameters, untrained_tensors=(), frozen_weights=0, vocab=0)
 
     @property
     def num_layers(self) -> int:
         return len(self.moe)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer consists of [layers]."""
+        return tuple(map(LayerKind, self.moe, self.recurrent or [False] * self.num_layers))
+
+    @cached_property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - sum(self.recurrent)
 
     @property
     def has_latent_attention(self) -> bool:
@@ -148,32 +294,39 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
+        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
 
     @cached_property
     def num_weights(self) -> int:
-        """Number of parameters and correction biases of the model, without padding. Engines receive all of them."""
+        """Number of all weights of the model, without padding: parameters, correction biases, and frozen weights."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
     def dense_weights(self) -> int:
         """Number of weights of the model, without the weights of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
-        return ends + sum(map(self.layer_weights, self.moe))
+        return ends + self.frozen_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
 
-    def layer_weights(self, moe: bool) -> int:
-        """Return the number of weights of one layer, without routed experts.
+    def layer_weights(self, moe: bool) -> float:
+        """Return the number of weights of one layer with or without experts, but without routed experts.
 
+        Layers with attention and recurrent layers have different numbers of weights, so this is the mean of the model's layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]
 
     @cached_property
-    def _layer_weights(self) -> tuple[int, int]:
-        """Number of weights without routed experts: (of a dense layer, of a layer with experts)."""
-        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
-        dense, moe = (sum(p.numel for p in per_layer if p.present_in in ("always", kind)) for kind in ("dense", "moe"))
+    def _layer_weights(self) -> tuple[float, float]:
+        """Mean number of weights without routed experts: (of the dense layers, of the layers with experts)."""
+        found = [[self._weights_of_kind[kind] for kind in self.kinds if kind.experts == moe] for moe in (False, True)]
+        dense, moe = (sum(weights) / len(weights) if weights else 0 for weights in found)
         return dense, moe
+
+    @cached_property
+    def _weights_of_kind(self) -> dict[LayerKind, int]:
+        """Number of weights without routed experts, by kind of layer."""
+        per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
+        return {kind: sum(p.numel for p in per_layer if p.present_in in kind.present) for kind in set(self.kinds)}
 
     @cached_property
     def parameters_per_expert(self) -> int:
@@ -186,9 +339,10 @@ class ModelShape:
 
     @cached_property
     def token_macs(self) -> int:
-        """Number of multiply-adds of one token in all weight matrices. The arithmetic of `attention_macs` is not included."""
-        layers = sum(self.layer_weights(moe) + moe * self.topk * self.parameters_per_expert for moe in self.moe)
-        return layers + self.output_macs
+        """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
+        experts = sum(self.moe) * self.topk * self.parameters_per_expert
+        rules = sum(self.recurrent) * self.recurrence.rule_macs if self.recurrence else 0
+        return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + rules + self.output_macs
 
     @cached_property
     def attention_macs(self) -> float:
@@ -198,6 +352,15 @@ class ModelShape:
         """
         return self.num_heads * (self.head_dim + self.value_dim) / 2
 
+    def attended_squares(self, squares_per_token: float) -> float:
+        """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.
+
+        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a sequence. A token
+        attends to half of this number of tokens on average, and in a layer with a window to at most `window` tokens.
+        """
+        limited = min(squares_per_token, 2.0 * self.window)
+        return squares_per_token + self.windowed_fraction * (limited - squares_per_token)
+
     @cached_property
     def gathered_kv_width(self) -> int:
         """Number of elements of keys and values that context-parallel ranks gather for one token in one layer."""
@@ -206,13 +369,19 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
 
+def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
+    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
+
+
 def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
-    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_buffer_order))
+    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_flat_buffer_position))
 
 
-def _buffer_order(p: ParameterShape) -> tuple[int, int]:
+def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
+    """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
     if p.location not in ("layer", "expert"):
-        return (0 if p.location == "first" else 2, 0)
+        return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
     return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))
 
 
@@ -221,8 +390,11 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     name = row.megatron.removeprefix("decoder.layers.{layer}.")
     location: ParameterLocation = "expert" if "{expert}" in name else "layer"
     if "{layer}" not in row.megatron:
-        location = "first" if name.startswith("embedding.") else "last"
+        location = "first" if name.startswith(("embedding.", VISION_PREFIX)) else "last"
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    present_in = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
-    return ParameterShape(name, location, fused, row.axis is not None, present_in, isinstance(row, VocabMapping))
+    kind = row.present_in.removesuffix("_layers")
+    present_in = kind if row.present_in.endswith("_layers") else "always"
+    return ParameterShape(
+        *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
+    )

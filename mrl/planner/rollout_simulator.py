@@ -1,4 +1,4 @@
-"""Discrete-event simulation of the rollouts, the training and the weight pushes of a run, and comparison of different setups.
+"""Simulates the rollouts, the training and the weight pushes of a run, event by event, and compares different setups.
 
 mrl.planner.engine_time.EngineQueue simulates each engine. The simulation calls the code of real runs to admit groups to the
 staleness buffer, to choose the groups of a step, and to split groups over engines. So the simulated schedule is exact if the
@@ -22,6 +22,7 @@ from mrl.rollout.staleness_buffer import (
     ResponseLengths,
     StalenessBuffer,
     longest_first,
+    num_extra_groups,
     split_over_engines,
 )
 from mrl.rollout.trajectory import StepGroups
@@ -144,7 +145,8 @@ class _EngineRequest:
     """One HTTP request to an engine. All groups of the request finish at the same time."""
 
     engine: int  # index of the engine
-    work: float  # expected number of response tokens, or in synchronous runs the number of responses
+    # expected number of response tokens; in synchronous runs without over-sampling, the number of responses
+    work: float
     numbers: list[int]  # serial numbers of the groups
     unfinished: int  # number of responses that are not finished
 
@@ -380,7 +382,7 @@ def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 
 def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
     for rate in OVER_SAMPLE_RATES:
-        changed = replace(setup, extra=round(rate * setup.prompts_per_step), in_order=False)
+        changed = replace(setup, extra=num_extra_groups(rate, setup.prompts_per_step), in_order=False)
         if changed != setup:
             yield f"over-sampling {rate:g}", changed
 
@@ -398,7 +400,12 @@ def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, R
         trainers = total - engines * gpus.per_engine
         changed = replace(setup, num_engines=engines, train_scale=gpus.trainers / trainers, colocated=False)
         if changed != setup:
-            yield f"{engines} engines, {trainers} GPUs to train", changed
+            yield f"{_counted(engines, 'engine')}, {_counted(trainers, 'GPU')} to train", changed
     if not setup.colocated and total >= gpus.per_engine:
         shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
-        yield f"synchronous, colocated on {total} GPUs", replace(shared, staleness=0, in_order=not setup.extra)
+        name = f"synchronous, colocated on {_counted(total, 'GPU')}"
+        yield name, replace(shared, staleness=0, in_order=not setup.extra)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"

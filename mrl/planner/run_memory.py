@@ -1,7 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
 A GpuPhase describes the memory of one GPU of a pool during one phase. One role is active in this phase. The other roles of the
-pool are offloaded. A GpuPhase includes the memory that they still use on the GPU.
+pool are offloaded. A GpuPhase includes the memory that the offloaded roles still use on the GPU.
 """
 
 from __future__ import annotations
@@ -12,14 +12,29 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from mrl.config.process_schema import HardwareConfig
+from mrl.config.process_schema import HardwareConfig, LoraSync
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
 from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
-from mrl.planner.model_shape import ModelShape, ParameterShape
-from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
-from mrl.planner.trainer_state_bytes import BIAS_BYTES, GRADIENT_BYTES, checkpoint_bytes
-from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
+from mrl.planner.engine_memory import (
+    DEFAULT_MEM_FRACTION,
+    EngineRankMemory,
+    adapter_slot_bytes,
+    engine_memory,
+    with_states,
+)
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.trainer_memory import (
+    FLOAT32_BYTES,
+    SENDER_BUCKETS,
+    TrainerMemory,
+    TrainerRankMemory,
+    TrainerSettings,
+    trainer_memory,
+)
+from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, checkpoint_bytes, pinned_bytes
+from mrl.rollout.engines.server_args import adapter_slots
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 from parallel.dims import ParallelDims
 
 GIB = 1 << 30
@@ -38,6 +53,11 @@ class RoleModel:
     dims: ParallelDims
     settings: TrainerSettings
     context: int  # tokens of the longest sequence that the model accepts
+
+    @property
+    def trained_shape(self) -> ModelShape:
+        """Sizes of the trained parameters: of the LoRA adapters, or of the whole model."""
+        return self.settings.adapters or self.shape
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,8 @@ class HostMemory:
     delta: int  # copy of the last pushed weights, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
     teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
+    engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
+    pixels: int = 0  # pixel values of prompts in Ray's object store, and in the packs of the actor's ranks
 
     @property
     def total(self) -> int:
@@ -147,7 +169,7 @@ class RunMemory:
 
 
 def run_memory(
-    config: Config, models: Mapping[str, RoleModel], topology: Topology | None, pools: Pools, reference: bool
+    config: Config, models: Mapping[str, RoleModel], topology: EngineParallelSizes | None, pools: Pools, reference: bool
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
@@ -158,17 +180,23 @@ def run_memory(
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
     phases = [m for pool in pools.pools for m in _gpu_phases(config, pool, trainers, engine)]
     actor = models["actor"]
-    checkpoint = checkpoint_bytes((m.shape for m in models.values() if m.settings.trained), config.model.itemsize)
+    checkpoint = checkpoint_bytes(
+        (m.trained_shape for m in models.values() if m.settings.trained), config.model.itemsize
+    )
     return RunMemory(
         phases=tuple(phases),
         engine=engine,
         longest_sequence=sequence_tokens(config, actor.context),
-        host=_host_memory(config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference),
+        host=_host_memory(
+            config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference, engine
+        ),
         host_limit=int(config.cluster.hardware.host_memory_gb * GIB),
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
         cluster_gpus=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
-        disk_bytes=checkpoint_disk_bytes(config, {m: models[m].shape for m in models if models[m].settings.trained}),
+        disk_bytes=checkpoint_disk_bytes(
+            config, {m: models[m].trained_shape for m in models if models[m].settings.trained}
+        ),
         worst_expert_bytes=_worst_expert_bytes(actor, trainers["actor"]),
     )
 
@@ -215,6 +243,7 @@ def trainer_settings(config: Config, context: int, role: str = "actor", **fields
         forward_keys_per_token=keys_per_token(config, context, budgets.forward),
         imbalance=config.plan.expert_imbalance,
         bucket_bytes=config.weight_sync.bucket_bytes,
+        image_fraction=_prompt_tokens(config, context) / longest,
         **fields,
     )
 
@@ -250,17 +279,23 @@ def _reserve(config: Config) -> int:
     return int(config.plan.reserve_gb * GIB) if config.cluster.hardware.gpu_memory_gb else 0
 
 
-def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Pools) -> EngineRankMemory:
+def _engine_rank(config: Config, actor: RoleModel, topology: EngineParallelSizes, pools: Pools) -> EngineRankMemory:
     """Return the memory of an engine rank. Trainers that share its GPU are offloaded before the engine starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
     free = limit - len(pools.by_role["engines"].demands) * _reserve(config)
     fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
-    rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize))
+    fp8 = config.sglang.get("quantization") == "fp8"
+    rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
+    if config.weight_sync.lora == LoraSync.adapter and (adapters := actor.settings.adapters):
+        matrices = {p.name.split(".")[-2] for p in adapters.parameters}
+        slot = adapter_slot_bytes(actor.shape, topology, itemsize, config.lora.rank, matrices)
+        rank = rank.with_adapters(adapter_slots(config.rollout.staleness) * slot)
+    rank = with_states(rank, actor.shape, topology, config.sglang)
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
-    most = max_tokens * rank.token_bytes
+    most = max_tokens * rank.token_bytes + rank.states
     return replace(rank, kv_cache=min(most, rank.kv_cache) if limit else most)
 
 
@@ -272,11 +307,13 @@ def kv_itemsize(config: Config, itemsize: int) -> int:
 def _gpu_phases(
     config: Config, pool: Pool, trainers: Mapping[str, TrainerMemory], engine: EngineRankMemory | None
 ) -> Iterator[GpuPhase]:
-    limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.demands)}
+    limit, reserve = _gpu_limit(config.cluster.hardware), {"reserve": _reserve(config) * len(pool.demands)}
     shared = len(pool.demands) > 1
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
     )
+    sharing = engine if shared and "engines" in pool.demands else None
+    offloaded = {"engine's weights": sharing.adapters} if sharing and sharing.adapters else {}
     servers = [role for role in pool.demands if role not in trainers]  # engines, and models that SGLang serves
     for role in pool.demands:
         if role in servers:
@@ -287,14 +324,18 @@ def _gpu_phases(
             continue
         memory = trainers[role]
         for phase in memory.by_phase:
-            if phase == "weight_sync" and (role != "actor" or (shared and "engines" in pool.demands)):
+            if phase == "weight_sync" and (role != "actor" or sharing):
                 continue
             rank = max(memory.stages, key=lambda stage: stage.phases()[phase])
             parts = _trainer_parts(rank, phase)
-            yield GpuPhase(pool.name, role, phase, parts | buckets | reserve, limit, _rank_name(memory, rank))
-        if role == "actor" and engine and shared and "engines" in pool.demands:
+            yield GpuPhase(
+                pool.name, role, phase, parts | offloaded | buckets | reserve, limit, _rank_name(memory, rank)
+            )
+        if role == "actor" and sharing:
             rank = max(memory.stages, key=lambda stage: stage.push)
-            parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
+            in_engine = sharing.weights + sharing.adapters
+            parts = {"weights": rank.weights, "engine's weights": in_engine, "buckets": rank.buckets}
+            parts |= {"working": rank.merged} if rank.merged else {}
             name = _rank_name(memory, rank)
             yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, name)
 
@@ -305,7 +346,7 @@ def _server_parts(config: Config, servers: list[str], engine: EngineRankMemory |
     for role in servers:
         if role == "engines":
             assert engine is not None, "a pool has engines only if the run starts them"
-            parts |= {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
+            parts |= {"weights": engine.weights + engine.adapters, "kv cache": max(0, engine.kv_cache)}
         else:
             fraction = config.roles[role].get("sglang", {}).get("mem_fraction_static") or DEFAULT_MEM_FRACTION
             parts[f"{role}: weights and kv cache"] = int(limit * fraction)
@@ -313,11 +354,11 @@ def _server_parts(config: Config, servers: list[str], engine: EngineRankMemory |
 
 
 def _trainer_parts(rank: TrainerRankMemory, phase: str) -> dict[str, int]:
-    state = dict(weights=rank.state.weights, gradients=rank.state.gradients, optimizer=rank.state.optimizer)
+    state = dict(weights=rank.weights, gradients=rank.state.gradients, optimizer=rank.state.optimizer)
     temporary = {
         "update": {"activations": rank.saved, "working": rank.working},
         "score": {"working": rank.scoring},
-        "weight_sync": {},
+        "weight_sync": {"working": rank.merged},
     }[phase]
     return {name: value for name, value in (state | temporary).items() if value}
 
@@ -333,6 +374,7 @@ def _host_memory(
     pools: Pools,
     checkpoint: int,
     reference: bool,
+    engine: EngineRankMemory | None,
 ) -> HostMemory:
     """Return the host memory of the node that needs most: a node with as many ranks of each role as possible."""
     node_slots = slots_per_node(config.cluster, pools)
@@ -343,20 +385,43 @@ def _host_memory(
         for role, memory in trainers.items()
         if role in shared
     )
-    rank_weights = max(rank.state.weights for rank in trainers["actor"].stages)
     actor, rollout = models["actor"], config.rollout
+    keeps_copy = config.weight_sync.lora == LoraSync.adapter or config.sglang.get("enable_weights_cpu_backup")
+    rank_weights = max(_trained_weight_bytes(rank, actor.settings) for rank in trainers["actor"].stages)
     weights, world_size = actor.shape.num_parameters * actor.settings.itemsize, actor.dims.world_size
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
     tokens_in_flight = responses * sequence_tokens(config, actor.context) * (1 + rollout.staleness)
     return HostMemory(
         processes=PROCESS_BYTES * (sum(on_node.values()) + 2),
         offloaded=offloaded,
-        reference=2 * on_node["actor"] * rank_weights if reference else 0,
+        reference=2 * on_node["actor"] * pinned_bytes(rank_weights) if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world_size,
         delta=weights * on_node["actor"] // world_size if config.weight_sync.delta else 0,
         rollouts=tokens_in_flight * ROLLOUT_TOKEN_BYTES,
         teachers=_teacher_bytes(config, actor, on_node["actor"]),
+        engines=on_node["engines"] * engine.weights if engine and "engines" in shared and keeps_copy else 0,
+        pixels=_pixel_bytes(config, actor, on_node["actor"]),
     )
+
+
+def _pixel_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
+    """Return the host memory of pixel values on a node with `ranks` actor ranks, as if all tokens of prompts were image tokens.
+
+    Pixel values are float32. Ray's object store has those of each prompt once. Each rank has those of its replica's share of a
+    step.
+    """
+    if (tower := actor.shape.tower) is None:
+        return 0
+    prompt = _prompt_tokens(config, actor.context) * tower.patches * tower.values * FLOAT32_BYTES
+    step = config.rollout.prompts_per_step * prompt
+    return step * (1 + config.rollout.staleness) + ranks * step // actor.dims.dp
+
+
+def _trained_weight_bytes(rank: TrainerRankMemory, settings: TrainerSettings) -> int:
+    """Return the bytes of the weights that the reference replaces. With LoRA, these are only the adapters."""
+    if settings.adapters is None:
+        return rank.state.weights
+    return rank.state.gradients // settings.gradient_bytes * settings.itemsize
 
 
 def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
@@ -371,98 +436,3 @@ def _teacher_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
     rows = min(ranks, dims.world_size // dims.pp) * ceil(actor.shape.vocab / dims.tp)
     tokens = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
     return (rows * sum(sizes) + tokens * ranks // dims.world_size * max(sizes)) * actor.settings.itemsize
-
-
-# Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
-DEFAULT_MEM_FRACTION = 0.8
-
-
-@dataclass(frozen=True)
-class EngineRankMemory:
-    """Bytes that one engine rank uses on its GPU."""
-
-    weights: int  # model weights
-    kv_cache: int  # negative if the weights alone do not fit
-    token_bytes: int  # bytes of the keys and values of one token
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that fit in the KV cache, over all running requests."""
-        return max(0, self.kv_cache) // self.token_bytes
-
-    @property
-    def total(self) -> int:
-        """Bytes that the engine rank allocates when it starts."""
-        return self.weights + max(0, self.kv_cache)
-
-
-def engine_memory(
-    shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
-) -> EngineRankMemory:
-    """Return the memory of an engine rank.
-
-    `free`: bytes that are free on the GPU before the engine starts. `fraction`: the part of the free bytes that the engine uses
-    for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs.
-    """
-    token = kv_bytes(shape, topology, kv_itemsize or itemsize)
-    weights = engine_weights(shape, topology, itemsize)
-    return EngineRankMemory(weights, int(free * fraction) - weights, token)
-
-
-def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
-
-    If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
-    vector for each token, and every rank stores a full copy of the vector.
-    """
-    if shape.has_latent_attention:
-        return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
-    return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
-
-
-def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
-    return sum(engine_weight_parts(shape, topology, itemsize))
-
-
-def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
-    moe = sum(shape.moe)
-    layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
-    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
-    for p in shape.parameters:
-        if p.location == "expert":
-            local_experts = shape.num_experts // topology.ep
-            experts += layers[p.present_in] * (p.numel // (topology.tp // topology.ep)) * local_experts * itemsize
-        else:
-            copies = layers[p.present_in] if p.location == "layer" else 1
-            dense += copies * _rank_numel(shape, p, topology) * itemsize
-    return dense, experts
-
-
-def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
-    """Return the number of elements of a parameter on one engine rank.
-
-    An engine with data-parallel attention shards the parameters of attention over fewer ranks.
-    """
-    if not p.is_sharded:
-        return p.numel
-    in_attention = p.name.startswith("self_attention.") or p.location == "first"
-    ranks = topology.tp // topology.dp if in_attention else topology.tp
-    if p.is_vocabulary:
-        return _vocabulary_rows(p.shape[0], ranks) * p.shape[1]
-    if p.name.startswith("self_attention.linear_qkv."):
-        rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
-        return rows * p.numel // p.shape[0]
-    return p.numel // ranks
-
-
-def _kv_heads(shape: ModelShape, topology: Topology) -> int:
-    return max(1, shape.num_kv_heads // (topology.tp // topology.dp))
-
-
-def _vocabulary_rows(rows: int, ranks: int) -> int:
-    padded = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
-    if padded % ranks:
-        padded = -(-rows // (VOCAB_PADDING * ranks)) * VOCAB_PADDING * ranks
-    return padded // ranks

@@ -16,7 +16,7 @@ from mrl.config.schema import RolloutConfig
 from mrl.core.jsonl import check_lines
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
-from mrl.rollout.staleness_buffer import split_over_engines
+from mrl.rollout.staleness_buffer import num_extra_groups, split_over_engines
 
 MIN_STEPS = 4  # smallest number of steps to which speeds can be fitted
 MAX_ROUNDS = 20  # fit_engine repeats its two parts at most this number of times
@@ -54,7 +54,7 @@ class RunTrace:
     steps: list[RecordedStep]  # all steps except the first, which includes one-time costs
     setup: RolloutSetup
     max_running: int  # largest number of requests that run together on one engine
-    trainer_gpus: int
+    trainer_gpus: int  # GPUs of all trainer ranks of the actor
     engine_gpus: int  # GPUs of one engine
 
     def fit(self) -> SpeedFit:
@@ -134,7 +134,11 @@ def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) 
 
 
 def read_run(run_dir: Path) -> RunTrace:
-    """Read the record of a run. Raises ValueError if the folder is not a run directory or the run has no steps."""
+    """Read the record of a run.
+
+    Raises ValueError if the folder is not a run directory, the run has no steps, its groups differ in size, or its ledger is
+    damaged or has no lengths.
+    """
     run_record, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
     if run_record is None or not ledger:
         raise ValueError(
@@ -170,7 +174,7 @@ def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
     """Return the setup that the section `rollout` of the recorded config describes."""
     fields = RolloutConfig.__dataclass_fields__
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
-    extra = math.ceil(known.over_sample_rate * known.prompts_per_step)
+    extra = num_extra_groups(known.over_sample_rate, known.prompts_per_step)
     return RolloutSetup(known.prompts_per_step, known.num_engines, known.staleness, known.in_order, extra)
 
 
@@ -201,7 +205,8 @@ def _groups(ledger: Iterable[Mapping[str, Any]]) -> GroupLengths:
 def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
     """Read groups from a JSON Lines file. Each line is a list with the response lengths of one group.
 
-    All lists must have the same size. Raises ValueError if the file cannot be read or a line is invalid.
+    All lists must have the same size. Every prompt gets `prompt_tokens` tokens. Raises ValueError if the file cannot be read or a
+    line is invalid.
     """
     try:
         lengths = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]

@@ -111,7 +111,6 @@ class StepWorkload:
     scoring_passes: int = 0  # additional forward passes for log-probabilities of the actor and of the reference
     critic: bool = False  # whether a critic of the actor's size is trained, with a forward pass and optimizer steps
     critic_budgets: tuple[int, int] | None = None  # max_tokens and forward_max_tokens of the critic; None: the actor's
-    mode: str = "sync"  # rollout.mode
 
     @cached_property
     def without_gradients(self) -> StepWorkload:

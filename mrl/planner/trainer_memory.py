@@ -5,6 +5,7 @@ Closed formulas give the memory of each pipeline stage. They are fast enough for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,19 +14,23 @@ from typing import Any
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.planner.activation_bytes import (
     GPU_KERNELS,
+    Adapters,
     Kernels,
     MicroBatchShape,
     Recompute,
     bytes_outside_layers,
     layer_bytes,
+    tower_working_bytes,
     virtual_stage_bytes,
 )
-from mrl.planner.model_shape import HeadKind, ModelShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
+from parallel.trainer_config import MERGED_ELEMENTS
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
 FLOAT32_BYTES = 4  # bytes of a logit, and of one element of a gradient that is summed in float32
+MXFP8_GROUP = 32  # numbers with one scale of one byte
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,23 @@ class TrainerSettings:
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
     kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
+    adapters: ModelShape | None = None  # LoRA adapters, which are then all that is trained
+    image_fraction: float = (
+        0.0  # largest fraction of the tokens of a pack that are image tokens, if the model reads images
+    )
+    fp8: str = ""  # recipe with which matrix products are computed in FP8; "": in the dtype of the weights
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether the weights of the model themselves are trained."""
+        return self.trained and self.adapters is None
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
-        """Combine `settings` with those for recomputation and for uneven stages, which the config's section `megatron` has."""
+        """Return `settings` with the recomputation, the uneven stages and FP8 of the config's section `megatron`."""
         uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN_STAGE_FIELDS)
-        return cls(recompute=Recompute.of(megatron), uneven=uneven, **settings)
+        fp8 = str(megatron.get("fp8_recipe")) if megatron.get("fp8") else ""
+        return cls(recompute=Recompute.of(megatron), uneven=uneven, fp8=fp8, **settings)
 
 
 @dataclass(frozen=True)
@@ -68,25 +84,33 @@ class TrainerRankMemory:
     working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a forward pass without gradients
     buckets: int  # buckets of the weight sync
+    merged: int = 0  # tensors of one linear layer while the weight sync merges its LoRA adapters into its weight
+    fp8: int = 0  # copies of weights in FP8, which Transformer Engine keeps as long as the weights are on the GPU
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights with their copies in FP8."""
+        return self.state.weights + self.fp8
 
     @property
     def update(self) -> int:
         """Bytes during training passes and optimizer steps."""
-        return self.state.total + self.saved + self.working
+        return self.state.total + self.fp8 + self.saved + self.working
 
     @property
     def score(self) -> int:
         """Bytes while log-probabilities or values are computed."""
-        return self.state.total + self.scoring
+        return self.state.total + self.fp8 + self.scoring
 
     @property
     def push(self) -> int:
         """Bytes during a weight push if engines share the GPU. Gradients and optimizer state are off the GPU then."""
-        return self.state.weights + self.buckets
+        return self.weights + self.merged + self.buckets
 
     def phases(self) -> dict[str, int]:
         """Return phase of a step -> bytes, if no other role shares the GPU."""
-        return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.buckets)
+        weight_sync = self.state.total + self.fp8 + self.merged + self.buckets
+        return dict(update=self.update, score=self.score, weight_sync=weight_sync)
 
 
 @dataclass(frozen=True)
@@ -120,9 +144,9 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
 
 
 def _micro_batch(dims: ParallelDims, settings: TrainerSettings, tokens: int, keys_per_token: float) -> MicroBatchShape:
-    imbalance = min(settings.imbalance, dims.ep)
-    sizes = dict(keys_per_token=keys_per_token, imbalance=imbalance, kernels=settings.kernels)
-    return MicroBatchShape.of(dims, tokens, settings.itemsize, **sizes)
+    sizes = dict(keys_per_token=keys_per_token, imbalance=min(settings.imbalance, dims.ep), kernels=settings.kernels)
+    images = int(tokens * settings.image_fraction)
+    return MicroBatchShape.of(dims, tokens, settings.itemsize, images=images, **sizes)
 
 
 @lru_cache(maxsize=4096)
@@ -143,28 +167,80 @@ def _rank_memory(
 ) -> TrainerRankMemory:
     """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
     batch, forward_batch = batches
-    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
+    adapters = Adapters(settings.adapters, shape.num_experts // dims.ep) if settings.adapters else None
+    state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trains_weights)
+    if settings.adapters is not None:
+        state += largest_state(settings.adapters, dims, stage, settings.itemsize, settings.head, settings.trained)
     state = replace(state, gradients=state.gradients * settings.gradient_bytes // GRADIENT_BYTES)
-    moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
-    is_last = stage[-1].is_last
+    kinds_by_stage = tuple(shape.kinds[v.first : v.first + v.layers] for v in stage)
+    is_first, is_last = stage[0].is_first, stage[-1].is_last
     saved = working = 0
     if settings.trained:
         saved_per_pass = max(
-            _saved_bytes(shape, batch, moe, settings.recompute)
+            _saved_bytes(shape, batch, kinds, settings.recompute, adapters)
             + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
-            for moe, v in zip(moe_by_stage, stage, strict=True)
+            for kinds, v in zip(kinds_by_stage, stage, strict=True)
         )
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
-        working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
-    widest = max((_forward_bytes(shape, forward_batch, moe) for moe in moe_by_stage), default=0)
-    scoring = max(widest, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
-    return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
+        tower = tower_working_bytes(shape.tower, shape.hidden, batch) if is_first else 0
+        working = max(head, tower, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters))
+    widest = max((_forward_bytes(shape, forward_batch, kinds, adapters) for kinds in kinds_by_stage), default=0)
+    tower = tower_working_bytes(shape.tower, shape.hidden, forward_batch) if is_first else 0
+    scoring = max(widest, tower, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
+    merged = _merged_bytes(shape, settings.adapters, dims, settings.itemsize) if settings.adapters else 0
+    fp8 = _fp8_bytes(shape, dims, kinds_by_stage, settings.fp8, settings.trained) if settings.fp8 else 0
+    return TrainerRankMemory(index, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes, merged, fp8)
+
+
+@lru_cache(maxsize=4096)
+def _fp8_bytes(
+    shape: ModelShape, dims: ParallelDims, kinds_by_stage: tuple[tuple[LayerKind, ...], ...], recipe: str, trained: bool
+) -> int:
+    """Return the bytes of copies of weights in FP8. A trained matrix has one for the forward and one for the backward pass.
+
+    A matrix that is not trained has one copy. Scales are counted only for mxfp8. The scales of other recipes have less than a
+    thousandth of the bytes of the copies.
+    """
+    in_layers = [p for p in shape.parameters if p.location in ("layer", "expert")]
+    matrices = [p for p in in_layers if ".linear_" in p.name and p.name.endswith(".weight")]
+    numel = 0
+    for kind, count in Counter(kind for stage in kinds_by_stage for kind in stage).items():
+        for p in matrices:
+            if p.present_in in kind.present:
+                is_expert = p.location == "expert"
+                experts = shape.num_experts // dims.ep if is_expert else 1
+                numel += count * experts * p.shard_numel(dims.expert_tp if is_expert else dims.tp)
+    copies = (2 if trained else 1) * numel
+    return copies + (copies // MXFP8_GROUP if recipe == "mxfp8" else 0)
+
+
+@lru_cache(maxsize=4096)
+def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, itemsize: int) -> int:
+    """Return the largest number of bytes that a sender needs for the merged weight of one linear layer.
+
+    Three tensors exist at a time: the merged weight, its Hugging Face matrices, and those of the linear layer before. While the
+    sum is computed in float32, there are four more tensors, with a limited number of elements.
+    """
+    adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
+    shards = [
+        p.shard_numel(dims.expert_tp if p.location == "expert" else dims.tp)
+        for p in shape.parameters
+        if p.name in adapted
+    ]
+    largest = max(shards)
+    return 3 * largest * itemsize + 4 * min(largest, MERGED_ELEMENTS) * FLOAT32_BYTES
 
 
 @lru_cache(maxsize=65536)
-def _saved_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
-    return virtual_stage_bytes(shape, batch, moe, recompute)
+def _saved_bytes(
+    shape: ModelShape,
+    batch: MicroBatchShape,
+    kinds: tuple[LayerKind, ...],
+    recompute: Recompute,
+    adapters: Adapters | None,
+) -> int:
+    return virtual_stage_bytes(shape, batch, kinds, recompute, adapters)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
@@ -172,8 +248,8 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
     The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp forward passes for each
     micro-batch. It runs 2 (pp - stage - 1) + (vpp - 1) pp forward passes before the first pair of a forward and a backward pass.
-    A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So the first stage saves the activations of
-    L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
+    The forward pass of this pair adds one. A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So
+    the first stage saves the activations of L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage
@@ -184,48 +260,60 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
 @lru_cache(maxsize=65536)
 def _backward_bytes(
-    shape: ModelShape, batch: MicroBatchShape, moe_by_stage: tuple[tuple[bool, ...], ...], recompute: Recompute
+    shape: ModelShape,
+    batch: MicroBatchShape,
+    kinds_by_stage: tuple[tuple[LayerKind, ...], ...],
+    recompute: Recompute,
+    adapters: Adapters | None,
 ) -> int:
     """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
-    kinds = {is_moe for moe in moe_by_stage for is_moe in moe}
-    gradients = max((_layer_gradient_bytes(shape, batch, is_moe) for is_moe in kinds), default=0)
+    kinds, modules = {kind for stage in kinds_by_stage for kind in stage}, recompute.modules
+    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts, not adapters) for kind in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
-        group = min(group, max(map(len, moe_by_stage), default=0))
-        return gradients + group * max((layer_bytes(shape, is_moe, batch) for is_moe in kinds), default=0)
+        group = min(group, max(map(len, kinds_by_stage), default=0))
+        whole = (layer_bytes(shape, kind, batch, adapters=adapters) for kind in kinds)
+        return gradients + group * max(whole, default=0)
     if recompute.granularity == "selective":
         recomputed = (
-            layer_bytes(shape, is_moe, batch) - layer_bytes(shape, is_moe, batch, recompute.modules) for is_moe in kinds
+            layer_bytes(shape, kind, batch, adapters=adapters) - layer_bytes(shape, kind, batch, modules, adapters)
+            for kind in kinds
         )
         return gradients + max(recomputed, default=0)
     return gradients
 
 
-def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool) -> int:
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool, trains_weights: bool) -> int:
     """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
     The result includes the gradients of the activations inside the MLP or the experts, and the gradient of the input. For a dense
-    MLP, the result also includes the gradients of weights.
+    MLP, the result also includes the gradients of weights, unless the weights are frozen.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
     if not has_experts:
         width = shape.ffn // batch.tp
-        return batch.tokens * matrices * width * e + gathered + 2 * width * shape.hidden * e
+        weights = 2 * width * shape.hidden * e if trains_weights else 0
+        return batch.tokens * matrices * width * e + gathered + weights
     received = batch.expert_rows(shape.topk)
     return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
 
 
 @lru_cache(maxsize=65536)
-def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
+def _forward_bytes(
+    shape: ModelShape, batch: MicroBatchShape, kinds: tuple[LayerKind, ...], adapters: Adapters | None
+) -> int:
     """Return the bytes of a forward pass without gradients: the input and the tensors of the layer that needs the most memory."""
-    largest = max((layer_bytes(shape, is_moe, batch) for is_moe in set(moe)), default=0)
+    largest = max((layer_bytes(shape, kind, batch, adapters=adapters) for kind in set(kinds)), default=0)
     return largest + batch.rows * shape.hidden * batch.itemsize
 
 
 @lru_cache(maxsize=65536)
 def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, gradients: bool) -> int:
-    """Return the bytes of the head (parallel.logprobs): hidden states, chunks of logits, gradient of the head's weight."""
+    """Return the bytes of the head (parallel.logprobs): hidden states, chunks of logits, gradient of the head's weight.
+
+    A head that is frozen has no gradient of its weight.
+    """
     hidden = batch.tokens * shape.hidden * batch.itemsize
     if settings.head == "value":
         return (2 if gradients else 1) * batch.tokens * shape.hidden * FLOAT32_BYTES + hidden
@@ -236,7 +324,7 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     # The weight gradients of several chunks are summed in float32.
     several_chunks = batch.tokens > settings.logprob_chunk
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
-    sampled = 3 * chunk + rows * shape.hidden * element
+    sampled = 3 * chunk + (rows * shape.hidden * element if settings.trains_weights else 0)
     if settings.teacher_hidden:
         return 2 * hidden + _distillation_bytes(shape, batch, settings, chunk, sampled)
     return 2 * hidden + sampled
@@ -249,10 +337,11 @@ def _distillation_bytes(
 
     They include the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`: bytes of
     a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give a gradient
-    of the head's weight. These gradients are computed one after another, and the sum of the earlier ones stays in memory.
+    of the head's weight, unless the head is frozen. These gradients are computed one after another, and the sum of the earlier
+    ones stays in memory.
     """
     rows = -(-shape.vocab // batch.tp)
-    weight_gradient = rows * shape.hidden * batch.itemsize
+    weight_gradient = rows * shape.hidden * batch.itemsize if settings.trains_weights else 0
     hidden_gradient = batch.tokens * shape.hidden * FLOAT32_BYTES
     teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
     divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each

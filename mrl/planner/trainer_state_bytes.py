@@ -12,6 +12,7 @@ at most some hundred elements for each bucket of 40 million elements, is not cou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from math import lcm
 from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
-from mrl.planner.model_shape import HeadKind, ModelShape, ParameterShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape, ParameterShape
 from parallel.dims import ParallelDims
 
 PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements
@@ -56,6 +57,10 @@ class StateBytes:
     gradients: int
     optimizer: int
 
+    def __add__(self, other: StateBytes) -> StateBytes:
+        sums = (self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return StateBytes(*sums)
+
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
@@ -63,7 +68,12 @@ class StateBytes:
     @property
     def offloaded(self) -> int:
         """Bytes of pinned host memory for the offloaded model. Offloading drops the gradients instead of copying them."""
-        return sum(_round_up(part, PINNED_BLOCK) for part in (self.weights, self.optimizer))
+        return sum(map(pinned_bytes, (self.weights, self.optimizer)))
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the bytes of the blocks of pinned memory that contain a copy with `nbytes` bytes."""
+    return _round_up(nbytes, PINNED_BLOCK)
 
 
 def optimizer_bytes_per_parameter(itemsize: int) -> int:
@@ -77,7 +87,8 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     `trained`: shapes of the trained models. Megatron's distributed optimizer writes an fp32 main weight for every parameter, even
     if the weights are fp32.
     """
-    return sum(shape.num_parameters for shape in trained) * (itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES)
+    per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
+    return sum(shape.num_parameters * per_parameter + shape.frozen_weights * itemsize for shape in trained)
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
@@ -142,7 +153,7 @@ def state_of_rank(
     """
     coords = dims.coords(rank)
     stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
-    weights = sum(_module_buffer_bytes(shape, virtual, itemsize) for virtual in stage)
+    weights = sum(_other_weight_bytes(shape, virtual, itemsize) for virtual in stage)
     gradients = optimizer = 0
     for virtual in stage:
         for sizes, replicas, replica in _buckets(shape, dims, rank, virtual, head):
@@ -201,8 +212,7 @@ def _parameter_sizes(
     dense = [p.shard_numel(dims.tp) for p in shape.parameters if p.location == "first"] if virtual.is_first else []
     experts: list[int] = []
     for layer in range(virtual.first, virtual.first + virtual.layers):
-        kinds = ("always", "moe" if shape.moe[layer] else "dense")
-        layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
+        layer_parameters = [p for p in shape.parameters if p.present_in in shape.kinds[layer].present]
         dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
         one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
@@ -223,9 +233,14 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
     return [*norm, -(-shape.vocab // tp) * shape.hidden]
 
 
+def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
+    """Return the bytes of weights outside the flat buffers: buffers of routers, and a vision tower that is not trained."""
+    return _module_buffer_bytes(shape, virtual, itemsize) + virtual.is_first * shape.frozen_weights * itemsize
+
+
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
-    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
+    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
@@ -251,10 +266,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layer_numel(shape: ModelShape, has_experts: bool, tp: int, etp: int) -> tuple[int, int]:
+def _layer_numel(shape: ModelShape, kind: LayerKind, tp: int, etp: int) -> tuple[int, int]:
     """Return the number of elements in flat buffers for one layer: (its dense parameters, one of its experts)."""
-    kinds = ("always", "moe" if has_experts else "dense")
-    layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
+    layer_parameters = [p for p in shape.parameters if p.present_in in kind.present]
     dense, expert = ([p for p in layer_parameters if p.location == location] for location in ("layer", "expert"))
     return _padded_numel(dense, tp), _padded_numel(expert, etp)
 
@@ -280,13 +294,12 @@ def buffer_numel(
 
     The padding at the end of the buffers is not included.
     """
-    moe = virtual.moe_layers(shape.moe)
-    dense_layer, _ = _layer_numel(shape, False, tp, etp)
-    moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)
+    kinds = Counter(shape.kinds[virtual.first : virtual.first + virtual.layers])
+    layers = [(count, *_layer_numel(shape, kind, tp, etp)) for kind, count in kinds.items()]
     embedding, last = _embedding_and_head_numel(shape, tp, head, virtual.is_first and virtual.is_last)
     outside_layers = virtual.is_first * embedding + virtual.is_last * last
-    dense = (virtual.layers - moe) * dense_layer + moe * moe_layer + outside_layers
-    return dense, moe * expert * (shape.num_experts // ep)
+    dense = sum(count * numel for count, numel, _ in layers) + outside_layers
+    return dense, sum(count * expert for count, _, expert in layers) * (shape.num_experts // ep)
 
 
 def largest_state(
@@ -299,7 +312,7 @@ def largest_state(
     weights = gradients = optimizer = 0
     for virtual in stage:
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
-        weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.buffers else 0
+        weights += _other_weight_bytes(shape, virtual, itemsize)
         shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
         buckets = (
             (shared, replicas_of_dense),

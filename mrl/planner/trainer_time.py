@@ -35,7 +35,9 @@ The ratio of `tensor` is above 1 because a backward pass gathers inputs again, f
 """
 
 WEIGHT_BYTES = 2  # bytes of one element of a bfloat16 weight or activation
-ADAMW_TRAFFIC_BYTES = 34  # bytes that AdamW reads and writes per parameter: gradient, main weight, two moments, weight
+# Bytes that an AdamW step reads and writes per parameter: 4 for the gradient, 8 for the main weight, 16 for the two moments, and
+# 6 to copy the main weight to the bfloat16 weight.
+ADAMW_TRAFFIC_BYTES = 34
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,10 @@ class TrainerTime:
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
-        keys_values = tokens * shape.gathered_kv_width / tp * WEIGHT_BYTES * (cp - 1) / cp
+        attention = shape.num_attention_layers / shape.num_layers  # fraction of the layers
+        rule, gathered = (shape.recurrence.rule_macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
+        width = attention * shape.gathered_kv_width + (1 - attention) * gathered
+        keys_values = tokens * width / tp * WEIGHT_BYTES * (cp - 1) / cp
         expert_s = np.maximum(
             2 * expert * expert_tokens / cluster.expert_flops_per_s,
             WEIGHT_BYTES * local_experts / cluster.hbm_bytes_per_s,
@@ -150,10 +155,13 @@ class TrainerTime:
             matmul=np.maximum(
                 2 * macs * gpu_tokens / cluster.matmul_flops_per_s, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes_per_s
             ),
+            # every context-parallel rank computes the recurrences of all tokens
             attention=2
             * layers
-            * shape.attention_macs
-            * squares_per_token
+            * (
+                attention * shape.attention_macs * shape.attended_squares(squares_per_token)
+                + (1 - attention) * rule * cp
+            )
             * gpu_tokens
             / cluster.attention_flops_per_s,
             experts=moe * expert_s,

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from mrl.rewards.reward_types import Response, Reward, single_rewards
 
 MAX_SAMPLES = 1000
-"""Largest number of responses to a prompt. With more responses, the binomial coefficients would overflow float64."""
+"""Largest number of responses to a prompt. From 1030 responses on, binomial coefficients overflow float64."""
+
+# The suffix of an array's name gives its axes: y is a node of the quadrature, m is a number of drawn responses, d is a number of
+# drawn responses that have one answer, and j is a number of answers of one size.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -45,105 +48,108 @@ def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequen
     """Return majority_at_k for each k in `ks`. The votes are counted only once."""
     assert len(answers) == len(passed) and min(ks) >= 1 and max(ks) <= len(answers), f"{len(answers)} answers, k={ks}"
     votes, passing = Counter(answers), Counter(a for a, p in zip(answers, passed, strict=True) if p)
-    num_unanswered = votes.pop(None, 0)
+    num_without_answer = votes.pop(None, 0)
     passing.pop(None, None)
     sizes = frozenset(votes[answer] for answer in passing)
-    wins = _win_probabilities(tuple(sorted(votes.values())), num_unanswered, sizes, max(ks))
+    wins = _win_probabilities(tuple(sorted(votes.values())), num_without_answer, sizes, max(ks))
     totals = {k: float(sum(wins[votes[a]][k] * count / votes[a] for a, count in passing.items())) for k in ks}
     return {k: min(1.0, total) for k, total in totals.items()}  # rounding may give a value slightly above 1
 
 
 @lru_cache(maxsize=4096)
 def _win_probabilities(
-    counts: tuple[int, ...], num_unanswered: int, sizes: frozenset[int], max_k: int
+    all_sizes: tuple[int, ...], num_without_answer: int, sizes: frozenset[int], max_k: int
 ) -> dict[int, NDArray[np.float64]]:
     """Return a dict: size of an answer -> probabilities [max_k + 1] that an answer of this size wins the vote.
 
     The size of an answer is the number of responses that have this answer. The probabilities are indexed by k, the number of
-    drawn responses. `counts` are the sizes of all answers. The keys of the dict are `sizes`. `num_unanswered` responses have no
-    answer.
+    drawn responses. `all_sizes` are the sizes of all answers. The keys of the dict are `sizes`. `num_without_answer` responses
+    have no answer.
     """
-    total = sum(counts) + num_unanswered
+    total = sum(all_sizes) + num_without_answer
     draws = np.array([float(comb(total, k)) for k in range(max_k + 1)])
     won = {size: np.zeros(max_k + 1) for size in sizes}
     for votes in range(1, min(max(sizes, default=0), max_k) + 1):
-        for size, ways_m in _ways_of_other_answers(counts, num_unanswered, votes, sizes, max_k - votes):
+        for size, ways_m in _ways_of_other_answers(all_sizes, num_without_answer, votes, sizes, max_k - votes):
             won[size][votes:] += comb(size, votes) * ways_m
     return {size: ways / draws for size, ways in won.items()}
 
 
 def _ways_of_other_answers(
-    counts: tuple[int, ...], num_unanswered: int, votes: int, sizes: frozenset[int], max_m: int
+    all_sizes: tuple[int, ...], num_without_answer: int, votes: int, sizes: frozenset[int], max_m: int
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
     """Yield `(size, ways [max_m + 1])` for each size in `sizes`.
 
-    One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
-    answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one of these
-    ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the tie. This
-    number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y, which
-    Gauss-Legendre quadrature integrates exactly.
+    Suppose that an answer of this size gets `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not
+    have this answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one
+    of these ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the
+    tie. This number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y,
+    which Gauss-Legendre quadrature integrates exactly.
     """
     # Size -> count of the answers of this size that can get `votes` votes.
-    rivals = Counter(size for size in counts if size >= votes)
-    num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
-    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)  # of the quadrature over y, in [0, 1]
+    contenders = Counter(size for size in all_sizes if size >= votes)
+    num_free = sum(size for size in all_sizes if size < votes) + num_without_answer  # responses that cannot cause a tie
+    nodes_y, weights_y = _legendre((contenders.total() + 1) // 2 + 1)  # quadrature over y from 0 to 1
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
     ones_ym = np.ones((len(nodes_y), 1))
-    for size, ways_ym in _products_without_one_rival(sorted(rivals.items()), sizes, nodes_y, votes, max_m, ones_ym):
+    for size, ways_ym in _products_without_one_contender(
+        sorted(contenders.items()), sizes, nodes_y, votes, max_m, ones_ym
+    ):
         yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), max_m + 1)
 
 
-def _products_without_one_rival(
-    rivals: list[tuple[int, int]],
+def _products_without_one_contender(
+    contenders: list[tuple[int, int]],
     sizes: frozenset[int],
     nodes_y: NDArray[np.float64],
     votes: int,
     max_m: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield `(size, product)` for each size in `sizes`. The product omits one rival of this size.
+    """Yield `(size, product)` for each size in `sizes`. The product omits one contender of this size: the answer itself.
 
-    A rival is an answer that can get `votes` votes. The product is `ways_ym` times the polynomials of all other rivals.
-    `ways_ym` is [nodes of y, m + 1], where m is the number of drawn responses. `rivals` are pairs (size, count of rivals of
-    this size). The list is halved recursively, so that most products are computed only once.
+    A contender is an answer that can get `votes` votes. The product is `ways_ym` times the polynomials of all other contenders.
+    `ways_ym` has a row for each node of y and a column for each number m of drawn responses. `contenders` are pairs (size, count
+    of contenders of this size). The list is halved recursively, because all sizes of one half share the product of the other
+    half.
     """
-    if not any(size in sizes for size, _ in rivals):
+    if not any(size in sizes for size, _ in contenders):
         return
-    if len(rivals) == 1:
-        ((size, count),) = rivals
-        yield size, _multiply_by_rivals(ways_ym, [(size, count - 1)], nodes_y, votes, max_m)
+    if len(contenders) == 1:
+        ((size, count),) = contenders
+        yield size, _multiply_by_contenders(ways_ym, [(size, count - 1)], nodes_y, votes, max_m)
         return
-    half = len(rivals) // 2
-    for kept, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
+    half = len(contenders) // 2
+    for kept, others in ((contenders[:half], contenders[half:]), (contenders[half:], contenders[:half])):
         if any(size in sizes for size, _ in kept):
-            product = _multiply_by_rivals(ways_ym, others, nodes_y, votes, max_m)
-            yield from _products_without_one_rival(kept, sizes, nodes_y, votes, max_m, product)
+            product = _multiply_by_contenders(ways_ym, others, nodes_y, votes, max_m)
+            yield from _products_without_one_contender(kept, sizes, nodes_y, votes, max_m, product)
 
 
-def _multiply_by_rivals(
+def _multiply_by_contenders(
     ways_ym: NDArray[np.float64],
-    rivals: list[tuple[int, int]],
+    contenders: list[tuple[int, int]],
     nodes_y: NDArray[np.float64],
     votes: int,
     max_m: int,
 ) -> NDArray[np.float64]:
-    """Multiply `ways_ym` by the polynomials of `rivals`, which are pairs (size, count of rivals of this size).
+    """Multiply `ways_ym` by the polynomials of `contenders`, which are pairs (size, count of contenders of this size).
 
-    A rival's polynomial has one coefficient for each d from 0 to `votes`: the number of ways to draw d of the rival's
-    responses. If d equals `votes`, the rival is tied, and the coefficient is multiplied by y.
+    A contender's polynomial has one coefficient for each d from 0 to `votes`: the number of ways to draw d of the contender's
+    responses. If d equals `votes`, the contender is tied, and the coefficient is multiplied by y.
     """
-    for size, count in rivals:
-        if votes == 1:  # there may be many rivals, so their product is computed with the binomial theorem
-            drawn_j = np.array([float(comb(count, j) * size**j) for j in range(min(count, max_m) + 1)])
-            power = drawn_j * nodes_y[:, None] ** np.arange(len(drawn_j))
+    for size, count in contenders:
+        if votes == 1:  # there may be many contenders, so their product is computed with the binomial theorem
+            ways_j = np.array([float(comb(count, j) * size**j) for j in range(min(count, max_m) + 1)])
+            power = ways_j * nodes_y[:, None] ** np.arange(len(ways_j))
             grown = [np.convolve(ways, row)[: max_m + 1] for ways, row in zip(ways_ym, power, strict=True)]
             ways_ym = np.array(grown)
             continue
-        drawn_d = np.array([float(comb(size, d)) for d in range(votes + 1)])
+        ways_d = np.array([float(comb(size, d)) for d in range(votes + 1)])
         for _ in range(count):
             grown = np.zeros((len(nodes_y), min(ways_ym.shape[1] + votes, max_m + 1)))
             for d in range(min(votes, max_m) + 1):
-                ways = ways_ym[:, : grown.shape[1] - d] * drawn_d[d]
+                ways = ways_ym[:, : grown.shape[1] - d] * ways_d[d]
                 grown[:, d : d + ways.shape[1]] += ways * nodes_y[:, None] if d == votes else ways
             ways_ym = grown
     return ways_ym
@@ -156,7 +162,7 @@ def _fit_length(values: NDArray[Any], length: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=1024)
 def _legendre(num_nodes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return nodes and weights that integrate polynomials of degree 2 * num_nodes - 1 from 0 to 1 exactly."""
+    """Return nodes and weights that integrate polynomials up to degree 2 * num_nodes - 1 from 0 to 1 exactly."""
     from scipy.special import roots_legendre  # the import is slow
 
     nodes, weights = roots_legendre(num_nodes)

@@ -275,7 +275,8 @@ class RewardModel(HttpService):
         answer = await post(dict(input_ids=ids))
         outputs = answer["embedding"]
         if len(outputs) != 1:
-            raise ValueError(f"{self.url} returned {len(outputs)} numbers; expected a model with one output.")
+            name = self.url or f"roles.{self.role}"
+            raise ValueError(f"{name} returned {len(outputs)} numbers; expected a model with one output.")
         return Score(self.scale * as_number(outputs[0]))
 
     def encode(self, response: Response) -> list[int]:

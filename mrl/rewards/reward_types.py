@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.core.code_locations import describe_error
 from mrl.core.metric_families import name_part
-from mrl.core.user_code import describe_error
 
 INVALID_RESULT = "the reward returned "
 """The reason of a failed score begins with these words if the reward returned an invalid value."""
@@ -36,11 +36,11 @@ class Response:
     data_source: str  # value of the column data_source, or else the name of the data set in the config
     text: str  # decoded response, without special tokens; for a multi-turn response, its last turn
     ground_truth: Any  # text, list or dict, as it is in the data set
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    extra_info: dict[str, Any] = field(default_factory=dict)  # further values of the row, as data.columns names them
     prompt: list[dict[str, Any]] = field(default_factory=list)  # messages {role, content}
     group: int = 0  # index of the group: responses to the same prompt have the same index
     num_tokens: int = 0  # number of sampled tokens
-    truncated: bool = False  # whether the response was cut at the token limit
+    truncated: bool = False  # whether the token limit or the turn limit ended the response
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: the response has one turn, `text`
     ability: str = ""  # value of the column ability, such as math; empty: the row has none
     style: str = ""  # value of the column reward_model.style, such as rule or model; empty: the row has none
@@ -53,7 +53,7 @@ class Score:
     value: float
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
-    turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
+    turn_values: tuple[float, ...] | None = None  # reward of each assistant turn; their sum is `value`
     # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource sets terms too.
     terms: dict[str, float] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Score:
 
     @classmethod
     def of_turns(cls, turn_values: Sequence[float], **fields: Any) -> "Score":
-        """Return the score of a multi-turn response. `turn_values` are the values of its assistant turns."""
+        """Return the score of a multi-turn response. `turn_values` are the rewards of its assistant turns."""
         return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **fields)
 
 
@@ -138,7 +138,9 @@ class Scores:
     values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of a response's turns; None: no such values
+    turn_values: tuple[
+        tuple[float, ...] | None, ...
+    ]  # [B] rewards of a response's assistant turns; None: no such rewards
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Scores":
@@ -222,7 +224,7 @@ class CombinedReward(ABC):
 
 
 def single_rewards(reward: Reward, response: Response | None = None) -> Iterator[Reward]:
-    """Yield the rewards inside a combined reward, also inside nested combined rewards. Yield any other reward itself.
+    """Yield the rewards inside a combined reward, also inside nested ones. If `reward` is not a combined reward, yield it.
 
     With `response`, yield only the rewards that score this response.
     """
@@ -237,7 +239,7 @@ def single_rewards(reward: Reward, response: Response | None = None) -> Iterator
 
 
 def unscored_reason(reward: Reward, response: Response) -> str:
-    """Return why no inner reward of a combined reward scores a response, or ""."""
+    """Return why no inner reward of a combined reward scores a response, or "" if one does or if `reward` is not combined."""
     if not isinstance(reward, CombinedReward):
         return ""
     inner = (reward.inner_rewards[key] for key, indices in reward.assign([response]).items() if indices)

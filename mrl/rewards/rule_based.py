@@ -84,14 +84,14 @@ class MathVerify:
 
     def answer(self, response: Response) -> str | None:
         """Return the last boxed answer without spaces. If there is none, return the last number, or None if `boxed` is set."""
-        found = last_boxed(response.text)
+        found = last_closed_box(response.text)
         if found is None and not self.boxed:
             found = (_NUMBER.findall(response.text[-_SEARCHED_CHARACTERS:]) or [None])[-1]
         return "".join(found.split()) or None if found else None
 
     def _correct(self, response: Response) -> bool:
         gold = _parsed_truth(response.ground_truth)
-        answer = last_boxed(response.text)
+        answer = last_closed_box(response.text)
         if answer is None and self.boxed:
             return False
         return _equal(
@@ -99,7 +99,7 @@ class MathVerify:
         )
 
 
-def last_boxed(text: str) -> str | None:
+def last_closed_box(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...} or \fbox{...} in the last 4,000 characters, or None."""
     tail = text[-_SEARCHED_CHARACTERS:]
     for opening in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", tail))):
@@ -113,7 +113,7 @@ def last_boxed(text: str) -> str | None:
 
 def _parsed_truth(truth: Any) -> list[Any]:
     text = str(truth).strip()
-    inner = last_boxed(text)
+    inner = last_closed_box(text)
     bare = text.strip("$") if inner is None else inner
     gold = _parsed(rf"\boxed{{{bare}}}") or _parsed(text)
     if not gold:

@@ -69,7 +69,7 @@ class SandboxLimits:
     memory_bytes: int = 1 << 30  # size of the address space; the interpreter itself takes about 20 MiB
     output_bytes: int = 1 << 20  # size of stdout; the same limit holds for stderr
     disk_bytes: int = 16 << 20  # size of all files in the temporary folder together
-    files: int = 64  # number of files
+    files: int = 64  # number of files in the temporary folder
     threads: int = 32  # number of threads
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.core.user_code import describe_error
+from mrl.core.code_locations import describe_error
 from mrl.rewards.reward_types import INVALID_RESULT, Response, Score, as_number, as_score, gather_scores
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -96,7 +96,9 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         )
     function = vars(module)[name]
     if not callable(function):
-        raise ValueError(f"name={name}: in {path} this is of type {type(function).__name__}, not a function.")
+        raise ValueError(
+            f"name={name}: in {path}, {name} is an object of type {type(function).__name__}; expected a function."
+        )
     return function
 
 

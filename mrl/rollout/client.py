@@ -1,12 +1,18 @@
-"""HTTP client of one SGLang server. It sends token ids, and receives token ids and log-probabilities."""
+"""HTTP client of one SGLang server, and the event loop in a thread in which many requests run.
+
+The client sends token ids, and receives token ids and log-probabilities.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -19,19 +25,30 @@ import orjson
 from numpy.typing import NDArray
 
 from mrl.config.secrets import authorization
-from mrl.weight_sync.engine_control import EngineControl, EngineError
+from mrl.data.images import RequestImages
+from mrl.weight_sync.engine_control import EngineControl, EngineError, adapter_version
 from parallel.spans import is_recording, record
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "EngineClient",
+    "EngineError",
+    "EngineFaultError",
+    "EngineUnreachableError",
+    "EventLoopThread",
+    "ResponsesAbortedError",
+    "SamplingParams",
+]
 
 TRAINING, HELD_OUT = 0, 1
-"""`response_seed` identifies a response by a tuple of integers. The first integer is one of these constants.
+"""`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
 
 The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
-among the responses to this prompt).
+among the responses to this prompt). The tuple is empty for the greedy response to a training prompt, because this response
+needs no random numbers. EvaluationPrompt.seed makes the tuples of `mrl generate` and `mrl evaluate`.
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated, because the engine is at fault, not the request."""
@@ -39,6 +56,10 @@ RETRYABLE_STATUSES = (408, 425, 429)
 
 class EngineFaultError(EngineError):
     """The engine failed, and the request is valid. Another engine, or the same engine later, may answer the request."""
+
+
+class ResponsesAbortedError(EngineFaultError):
+    """The engine aborted responses of the request, for example because it was paused with weight_sync.pause_mode=abort."""
 
 
 class EngineUnreachableError(EngineError):
@@ -135,7 +156,7 @@ class SamplingParams:
     def body(self) -> dict[str, Any]:
         """Return the JSON object `sampling_params` with which SGLang samples one response.
 
-        Fields that equal SGLang's defaults are omitted, except the temperature.
+        The object always has `max_new_tokens` and `temperature`. Other fields are omitted if they equal SGLang's defaults.
         """
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         for name, default in dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0).items():
@@ -167,7 +188,9 @@ class Completion:
     """One sampled response of R tokens to a prompt of P tokens."""
 
     token_ids: list[int]  # [R], with the end-of-sequence token
-    logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
+    # [R] log-probability of each token at the sampling temperature (greedy: at temperature 1), before top-p and top-k; empty if
+    # the request did not ask for log-probabilities
+    logprobs: list[float]
     finish_reason: str  # "stop", "length" or "abort"
     weight_version: str  # weight version that sampled the first token; see `versions` for later tokens
     # [P+R-1, layers, topk] experts of each token of prompt and response, except the last token, which the engine samples but
@@ -181,6 +204,9 @@ class Completion:
 class EngineClient(EngineControl):
     """HTTP client of one server: samples, and sends the control requests of EngineControl. Several threads may share a client."""
 
+    adapter: str | None = None
+    """LoRA adapters that further requests use, by the name under which the server has loaded them. None: no adapters."""
+
     def generate(
         self,
         input_ids: Sequence[Sequence[int]],
@@ -188,6 +214,7 @@ class EngineClient(EngineControl):
         *,
         logprobs: bool = True,
         routed_experts: bool = False,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample one response to each prompt, with one HTTP request, and wait for the responses.
 
@@ -200,19 +227,24 @@ class EngineClient(EngineControl):
             logprobs: whether to return the log-probabilities of the sampled tokens.
             routed_experts: whether to return the experts of each token. The model must then be a mixture of experts, and the
                 server must have been started with `enable_return_routed_experts`.
+            images: images of each prompt, or nothing if no prompt has images.
 
         Returns:
             The completions in the order of the prompts.
 
         Raises:
             EngineError: the server refuses the request, or does not return the routed experts.
+            httpx.TransportError: the server cannot be reached, or does not answer before the deadline of the client.
         """
         if not input_ids:
             return []
-        body = _generate_body(input_ids, sampling, logprobs, routed_experts)
+        adapter = self.adapter
+        body = _generate_body(input_ids, sampling, logprobs, routed_experts, images, adapter)
         answers = self._parse("/generate", self._post("/generate", body))
+        self._check_images(answers, input_ids, images)
         return [
-            self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
+            self._completion(answer, prompt, routed_experts, adapter)
+            for prompt, answer in zip(input_ids, answers, strict=True)
         ]
 
     async def generate_async(
@@ -223,22 +255,26 @@ class EngineClient(EngineControl):
         *,
         logprobs: bool = True,
         routed_experts: bool = False,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample like `generate`, but asynchronously and without a deadline. Use this method for many concurrent requests.
 
-        Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
+        Raises EngineUnreachableError or EngineFaultError if the engine failed or aborted a response. Raises EngineError if the
+        engine refused the request.
         """
-        body, started_at = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts)), time.time()
+        adapter = self.adapter
+        body = orjson.dumps(_generate_body(input_ids, sampling, logprobs, routed_experts, images, adapter))
+        started_at = time.time()
         status, content, _ = await self.post_async(http, "/generate", body)
         answers = self._read("/generate", status, content)
+        self._check_images(answers, input_ids, images)
         pairs = zip(answers, input_ids, strict=True)
-        completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
+        completions = [self._completion(answer, prompt, routed_experts, adapter) for answer, prompt in pairs]
         if aborted := [
             done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
         ]:
-            raise EngineFaultError(
-                f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
-            )
+            error = ResponsesAbortedError if "abort" in aborted else EngineFaultError
+            raise error(f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]}).")
         if is_recording():
             sizes = dict(
                 responses=len(completions),
@@ -261,7 +297,8 @@ class EngineClient(EngineControl):
             Log-probabilities [n, k], the largest first, and token ids [n, k], for the n positions from `first` to the last token.
 
         Raises:
-            EngineError: the server refuses the request, or returns fewer tokens.
+            EngineError: the server refuses the request, or returns arrays of another shape.
+            httpx.TransportError: the server cannot be reached, or does not answer before the deadline of the client.
         """
         body = dict(
             input_ids=[list(tokens)],
@@ -271,6 +308,7 @@ class EngineClient(EngineControl):
             top_logprobs_num=k,
             return_flat_raw_top_logprobs=True,
             return_flat_raw_top_logprobs_b64=True,
+            **_adapter_field(self.adapter),
         )
         (answer,) = self._parse("/generate", self._post("/generate", body))
         info, shape = answer["meta_info"], [len(tokens) - first, k]
@@ -326,9 +364,28 @@ class EngineClient(EngineControl):
         except (KeyError, TypeError, ValueError):
             return time.monotonic()
 
-    def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
-        """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt."""
+    def _check_images(
+        self,
+        answers: Sequence[Mapping[str, Any]],
+        input_ids: Sequence[Sequence[int]],
+        images: Sequence[RequestImages | None],
+    ) -> None:
+        """Raise EngineError if SGLang has read another number of tokens of a prompt with images than the trainer will read."""
+        for answer, prompt, files in zip(answers, input_ids, images or [None] * len(input_ids), strict=True):
+            if files and (found := answer["meta_info"]["prompt_tokens"]) != len(prompt):
+                raise EngineError(
+                    f"{self.url} read {found} tokens of a prompt with images that has {len(prompt)} tokens; its image processor "
+                    "differs from the one in the folder model.path."
+                )
+
+    def _completion(
+        self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool, adapter: str | None
+    ) -> Completion:
+        """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
+        # The request keeps its adapters, although the server's version may have changed meanwhile.
+        if adapter is not None:
+            info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first
         parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
         token_ids = answer["output_ids"]
@@ -375,8 +432,59 @@ def _generate_body(
     sampling: SamplingParams | Sequence[SamplingParams],
     logprobs: bool,
     routed_experts: bool,
+    images: Sequence[RequestImages | None] = (),
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """Return the JSON body of a request to SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
-    body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    body: dict[str, Any] = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    body |= _adapter_field(adapter)
+    if any(images):
+        pairs = list(zip(images, input_ids, strict=True))
+        body["input_ids"] = [each.request_tokens(prompt) if each else prompt for each, prompt in pairs]
+        # SGLang 0.5.23 expects [None] for a prompt without images.
+        body["image_data"] = [list(each.files) if each else [None] for each in images]
     return body | {"return_routed_experts": True} if routed_experts else body
+
+
+def _adapter_field(adapter: str | None) -> dict[str, str]:
+    """Return the field of a request's JSON body that names the LoRA adapters; {} for None."""
+    return {} if adapter is None else {"lora_path": adapter}
+
+
+class EventLoopThread:
+    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop, and return its future. The thread of the loop must not wait for the future."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _run_loop(self) -> None:
+        assert self._loop is not None, "submit() sets it"
+        self._loop.run_forever()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel all running coroutines and end the thread."""
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(timeout_s)
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,10 +1,11 @@
 """The engine pool: sends requests to the engines, retries failed requests, and takes failed engines out of service.
 
-An engine has failed if its processes have ended, or if it answered several requests in a row with errors. An engine with
-pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
-engine still computes, so it has not failed. Another engine samples the pending responses of a failed engine.
+An engine has failed if its processes have ended, if it takes no connections, or if
+`fault_tolerance.max_response_attempts` requests in a row have failed. An engine with pending requests has also failed if its
+scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow engine still computes, so it has not
+failed. Another engine samples the pending responses of a failed engine.
 
-`open_session` chooses the engine for `generate` and `converse`: the engine with the fewest failed requests in a row
+`open_session` chooses the engine for `generate`, `converse` and `forward`: the engine with the fewest failed requests in a row
 and, among several such engines, the one with the least expected work. `generate_all` and `converse_all` get all prompts
 at once, and divide them evenly among the engines.
 """
@@ -13,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +30,16 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
+from mrl.data.images import RequestImages
+from mrl.rollout.agents.tool_agent import BoundToolAgent, ConcurrencyLimits, GenerateTurn, run_conversations
 from mrl.rollout.client import (
     Completion,
     EngineClient,
     EngineError,
     EngineFaultError,
     EngineUnreachableError,
+    EventLoopThread,
+    ResponsesAbortedError,
     SamplingParams,
 )
 from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-RETRY_PAUSE_S = 0.1  # the pause before the first retry is random, up to this limit; the limit doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -72,8 +74,14 @@ class PooledEngine:
     pending: int = 0  # number of responses that were requested and have not arrived
     expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
     faults: int = 0  # number of failed requests in a row
-    failure: str | None = None  # reason why the engine is out of service; None: it is in service
+    failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
+    needs_adapter: bool = False  # whether the engine gets no requests before a push has loaded LoRA adapters into it
+
+    @property
+    def in_service(self) -> bool:
+        """Whether the engine gets requests."""
+        return self.failure is None and (not self.needs_adapter or self.client.adapter is not None)
 
 
 type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutine[Any, Any, T]]
@@ -84,23 +92,24 @@ type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutin
 class StickySession:
     """Keeps all turns of a response on the same engine, because this engine caches the earlier turns.
 
-    If the engine fails, EnginePool._send chooses another engine for the session.
+    If a request fails, EnginePool._send chooses the engine of the session again.
     """
 
     engine: PooledEngine
 
 
 class EnginePool:
-    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces each engine that fails.
+    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces engines that fail.
 
-    The new engine is in service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the
-    current weights to the new engine.
+    External servers are not replaced, because they may recover. A new engine, or an external server that has recovered, is in
+    service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it.
     """
 
     def __init__(self, spec: PoolSettings) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # whether the driver has paused the engines; `_check_heartbeat` ignores paused engines
+        self._paused = False
+        self._num_pauses = 0  # number of pauses that have begun
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec.engine_group)
         self._loop = EventLoopThread("engines")
@@ -114,7 +123,17 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retries in all: now, and at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
+
+    @property
+    def paused(self) -> bool:
+        """Whether the driver has paused the engines. `_check_heartbeat` ignores paused engines."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._num_pauses += paused
 
     @property
     def urls(self) -> list[str]:
@@ -122,7 +141,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine was ready once, and put all engines in service. Returns the URLs of all engines."""
+        """Wait for all engines, as EngineServers.wait_ready does, and put them in service. Returns the URLs of all engines."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -135,7 +154,7 @@ class EnginePool:
     def _to_pooled(self, server: AnyEngineServer) -> PooledEngine:
         client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
         if not isinstance(server, ExternalEngine):
-            return PooledEngine(client, server.alive, str(server.log_path))
+            return PooledEngine(client, server.alive, str(server.log_path), needs_adapter=self.spec.uses_adapters)
         if self.spec.deterministic:
             check_seed_support(client, "rollout.deterministic")
         if self.spec.has_stop_texts:
@@ -157,6 +176,12 @@ class EnginePool:
             if engine not in self._heartbeats:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        for engine in self.engines:
+            if engine.client.url in urls:
+                engine.client.adapter = name
+
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
         """Replace these engines by new engines, and wait until the new engines take requests. Returns the URLs of all engines."""
         for url in urls:
@@ -175,12 +200,14 @@ class EnginePool:
         cache: CompletionCache | None = None,
         session: StickySession | None = None,
         expected_work: float | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
         """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
         serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session,
         the least busy engine is used. `expected_work`: work that this request adds to the engine; default: number of responses.
+        `images`: images of each prompt; empty: no prompt has images.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -192,7 +219,9 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-            options = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            options: dict[str, Any] = dict(logprobs=self.spec.logprobs, routed_experts=self.spec.routed_experts)
+            if images:
+                options["images"] = [images[index] for index in missing]
             request = partial(EngineClient.generate_async, input_ids=inputs, sampling=params, **options)
             completions = await self._retrying(self._send, session or self.open_session(), request, len(inputs), work)
             sampled = [numbers[index] for index in missing]
@@ -212,7 +241,10 @@ class EnginePool:
 
     @property
     def _retrying(self) -> AsyncRetrying:
-        """Calls a coroutine function again if it raises EngineFaultError, up to `fault_tolerance.max_response_attempts` times."""
+        """Calls a coroutine function again if it raises EngineFaultError.
+
+        After `fault_tolerance.max_response_attempts` calls in all, it raises EngineError.
+        """
         max_attempts = self.spec.fault_tolerance.max_response_attempts
 
         def give_up(state: RetryCallState) -> NoReturn:
@@ -223,21 +255,25 @@ class EnginePool:
 
         return AsyncRetrying(
             stop=stop_after_attempt(max_attempts),
-            wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+            wait=wait_random_exponential(multiplier=FIRST_RETRY_PAUSE_LIMIT_S, max=MAX_RETRY_PAUSE_S),
             retry=retry_if_exception_type(EngineFaultError),
             retry_error_callback=give_up,
         )
 
     async def _send[T](self, session: StickySession, request: EngineRequest[T], count: int, expected_work: float) -> T:
-        """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError.
+        """Send one request to the session's engine.
+
+        If the engine takes no connections, the request goes to another engine at once. If a pause of the engines aborts the
+        request (weight_sync.pause_mode=abort), the request is sent again. If the request fails in another way, this method
+        chooses the engine for the next attempt and raises EngineFaultError.
 
         `count`: number of responses for which the request asks. `expected_work`: work that the request adds to the engine.
         """
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
-            if session.engine.failure is not None:
+            if not session.engine.in_service:
                 session.engine = self._least_busy()
-            engine = session.engine
+            engine, pauses_before = session.engine, self._num_pauses - self._paused
             task = asyncio.create_task(request(engine.client, self._http))
             engine.requests.add(task)
             engine.pending += count
@@ -251,6 +287,9 @@ class EnginePool:
                 self._take_out_of_service(engine, str(error), cancel=False)
                 continue  # not a failed attempt, because the engine did not get the request
             except EngineFaultError as fault:
+                if isinstance(fault, ResponsesAbortedError) and self._num_pauses > pauses_before:
+                    await asyncio.sleep(FIRST_RETRY_PAUSE_LIMIT_S)
+                    continue  # not a failed attempt, because the engine ended the request on purpose
                 self._count_fault(engine, fault)
                 reason = f"{fault} ({engine.log_source})"
             except asyncio.CancelledError:
@@ -271,9 +310,10 @@ class EnginePool:
 
         Raises NoEngineError if no engine is in service.
         """
-        if alive := [engine for engine in self.engines if engine.failure is None]:
-            return min(alive, key=lambda engine: (engine.faults, engine.expected_work))
-        raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
+        if serving := [engine for engine in self.engines if engine.in_service]:
+            return min(serving, key=lambda engine: (engine.faults, engine.expected_work))
+        reasons = (f"{engine.client.url} {engine.failure or 'has no LoRA adapters yet'}" for engine in self.engines)
+        raise NoEngineError("; ".join(reasons))
 
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
@@ -313,7 +353,7 @@ class EnginePool:
 
     async def converse(
         self,
-        conversation: Conversation,
+        bound_agent: BoundToolAgent,
         numbers: Sequence[int],
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
@@ -323,7 +363,7 @@ class EnginePool:
         """Sample one multi-turn response to each prompt. Returns the responses in the order of the prompts.
 
         Must run in the pool's event loop (see `submit`). If an engine fails during a turn, another engine samples this turn.
-        Earlier turns and their tool calls are not repeated. For `cache` and `sessions`, see `generate`.
+        Earlier turns and their tool calls are not repeated. For `numbers`, `cache` and `sessions`, see `generate`.
         """
 
         def generate_turn_of(index: int) -> GenerateTurn:
@@ -333,49 +373,60 @@ class EnginePool:
 
             return generate_turn
 
-        self._limits = self._limits or ConcurrencyLimits(conversation.agent)
-        return await run_conversations(conversation, generate_turn_of, prompts, sampling, self._limits)
+        self._limits = self._limits or ConcurrencyLimits(bound_agent.agent)
+        return await run_conversations(bound_agent, generate_turn_of, prompts, sampling, self._limits)
 
     def generate_all(
-        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Completion]:
-        """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions."""
+        """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions.
+
+        In `cache`, the index of a prompt is the serial number of its response.
+        """
+
+        def pick[T](values: Sequence[T], indices: Sequence[int]) -> list[T]:
+            return [values[index] for index in indices] if values else []
 
         async def run() -> list[Completion]:
             engines = self._in_service()
-            parts = await asyncio.gather(
-                *(
-                    self.generate(part, [prompts[i] for i in part], [sampling[i] for i in part], cache, session)
-                    for session, part in (
-                        (StickySession(engines[engine]), part)
-                        for engine, part in _even_parts(len(prompts), len(engines))
-                    )
+            parts = [(StickySession(engines[engine]), part) for engine, part in _even_parts(len(prompts), len(engines))]
+            requests = (
+                self.generate(
+                    part, pick(prompts, part), pick(sampling, part), cache, session, images=pick(images, part)
                 )
+                for session, part in parts
             )
-            return [completion for part in parts for completion in part]
+            return [completion for completions in await asyncio.gather(*requests) for completion in completions]
 
         return self._wait(run())
 
     def converse_all(
         self,
-        conversation: Conversation,
+        bound_agent: BoundToolAgent,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
     ) -> list[Trajectory]:
-        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses."""
+        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses.
+
+        In `cache`, the index of a prompt is the serial number of its response.
+        """
 
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
             sessions = [StickySession(engines[index * len(engines) // count]) for index in range(count)]
-            return await self.converse(conversation, range(count), prompts, sampling, cache, sessions)
+            return await self.converse(bound_agent, range(count), prompts, sampling, cache, sessions)
 
         return self._wait(run())
 
     def _in_service(self) -> list[PooledEngine]:
         """Return the engines that are in service. Raises NoEngineError if there is none."""
         self._least_busy()
-        return [engine for engine in self.engines if engine.failure is None]
+        return [engine for engine in self.engines if engine.in_service]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and return its result. Raises EngineError after `rollout.request_timeout_s`."""
@@ -392,7 +443,7 @@ class EnginePool:
     @property
     def num_in_service(self) -> int:
         """Number of engines that take requests."""
-        return sum(engine.failure is None for engine in self.engines)
+        return sum(engine.in_service for engine in self.engines)
 
     def take_failed(self) -> dict[str, str]:
         """Return URL -> reason of failure, for the engines that failed since the last call."""
@@ -446,41 +497,3 @@ def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[in
         for engine, responses in enumerate(np.array_split(np.arange(num_responses), num_engines))
         for start in range(0, len(responses), MAX_RESPONSES_PER_REQUEST)
     ]
-
-
-class EventLoopThread:
-    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, and return its future. Only other threads may wait for the future."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run_loop(self) -> None:
-        assert self._loop is not None, "submit() sets it"
-        self._loop.run_forever()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel all running coroutines and end the thread."""
-        if self._loop is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(timeout_s)
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -26,8 +26,11 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.worker import RolloutWorker
 
 
-class EngineOwner(Protocol):
-    """Interface through which the rollout manager loads and replaces engines. The controller's EngineLifecycle implements it."""
+class ControllerSideEngines(Protocol):
+    """Operations on the memory and the weights of the engines. The controller implements them (EngineLifecycle).
+
+    The rollout manager calls them.
+    """
 
     def load(self) -> None:
         """Load the engines onto their GPUs, with their model weights. Does nothing if the engines are loaded already."""
@@ -39,7 +42,10 @@ class EngineOwner(Protocol):
 
 
 class FixedEngines:
-    """EngineOwner of a run without a trainer. The engines of such a run stay loaded, and failed engines are not replaced."""
+    """ControllerSideEngines of a run without a trainer.
+
+    The engines of such a run stay loaded, and failed engines are not replaced.
+    """
 
     def load(self) -> None:
         """Do nothing."""
@@ -52,7 +58,7 @@ class FixedEngines:
 class RolloutWorkerHandle:
     """Calls the methods of the rollout worker, a Ray actor, with deadlines.
 
-    Another object, the EngineOwner, manages the memory and the model weights of the engines.
+    Another object, which implements ControllerSideEngines, manages the memory and the model weights of the engines.
 
     Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
     Every call also raises the errors that the worker raises.
@@ -85,7 +91,7 @@ class RolloutWorkerHandle:
         return lambda: self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until all engines take requests; return the URLs of all engines."""
+        """Wait until all engines and all served models take requests; return the URLs of all engines."""
         self._start_timeout_s = timeout_s
         return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
@@ -95,12 +101,16 @@ class RolloutWorkerHandle:
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def begin_step(self, step: int) -> None:
-        """Tell the worker that training step `step` begins, for its timeline. Does not wait for the worker."""
+        """Tell the worker, for its timeline, that step `step`, from 1, begins. Does not wait for the worker."""
         self.actor.begin_step.remote(step)
 
     def set_paused(self, paused: bool) -> None:
         """Tell the worker whether the engines are paused. A paused engine that computes nothing does not count as failed."""
         self.call(RolloutWorker.set_paused, paused)
+
+    def set_adapter(self, name: str, urls: Sequence[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        self.call(RolloutWorker.set_adapter, name, list(urls))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -140,7 +150,7 @@ class RolloutManager:
     Every method raises the errors of RolloutWorkerHandle.
     """
 
-    def __init__(self, worker: RolloutWorkerHandle, engines: EngineOwner) -> None:
+    def __init__(self, worker: RolloutWorkerHandle, engines: ControllerSideEngines) -> None:
         """`engines` loads the engines before sampling and replaces failed engines."""
         spec = worker.spec
         self.worker, self._engines = worker, engines
@@ -232,9 +242,14 @@ class RolloutManager:
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
-    def write_samples(self, step: int) -> None:
-        """Write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed."""
-        self.worker.call(RolloutWorker.write_samples, step)
+    def begin_writing_samples(self, step: int) -> Callable[[], None]:
+        """Begin to write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed.
+
+        Returns a function that waits until the samples are written. Does not call the worker if the run keeps no samples.
+        """
+        if not self.worker.spec.samples_per_step:
+            return lambda: None
+        return self.worker.begin(RolloutWorker.write_samples, step)
 
     def discard_log(self, before_step: int) -> None:
         """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait for the worker."""

@@ -1,4 +1,4 @@
-"""Sampled data on disk: the rollout log, the completion cache, and recorded steps.
+"""Sampled data on disk: the rollout log, the completion cache, recorded steps, and text samples.
 
 - `RolloutLog` holds the scored groups of every step since the last checkpoint. A run that resumes from this checkpoint trains
   on the same responses again.
@@ -6,16 +6,22 @@
   sampled again.
 - Recorded steps hold tokens and the columns that the driver sees. With `rollout.record`, a run writes them. With
   `rollout.replay`, a run trains on them instead of new samples, under any parallel layout.
+- Text samples are the responses that samples.jsonl keeps, with the text, log-probability and advantage of each token.
+
+mrl.core.types explains the letters in shapes such as [R] and [B].
 """
 
+import json
 import logging
+import math
 import os
 import re
 import shutil
 import struct
 import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,9 +31,11 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from mrl.core.types import TokenBlock
+from mrl.core.sample_file import MAX_TOKENS, TextSample, shortened
+from mrl.core.types import Column, TokenBlock
+from mrl.data.prompts import PromptDataset
 from mrl.rollout.client import Completion
-from mrl.rollout.trajectory import Group, Sample, StepGroups
+from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
 from parallel.durable_files import fsync_path
 
 logger = logging.getLogger(__name__)
@@ -80,7 +88,7 @@ class RolloutLog:
         return groups
 
     def get(self, step: int) -> StepGroups[Group] | None:
-        """Return the groups of a step, or None if there is no entry. A damaged entry is deleted with a warning."""
+        """Return the groups of a step, or None if there is no valid entry. A damaged entry is deleted with a warning."""
         try:
             content = self._path(step).read_bytes()
             frame, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
@@ -100,7 +108,10 @@ class RolloutLog:
         self._path(step).unlink(missing_ok=True)
 
     def discard(self, before_step: int) -> None:
-        """Delete the entries of steps before `before_step`, and all entries with other keys. Cached completions stay."""
+        """Delete the entries of steps before `before_step`, and all entries with other keys.
+
+        The cached completions with the key of this log stay.
+        """
         for folder in self.root.iterdir():
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -132,7 +143,7 @@ class CompletionCache:
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read the completions of earlier processes. New completions belong to `step` until `start_step` is called."""
+        """Read the completions of earlier processes. New completions belong to `step` until `begin_step` is called."""
         self._folder, self._step = folder, step
         self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
@@ -145,7 +156,7 @@ class CompletionCache:
         for step, path in self._paths():
             self._completions.setdefault(step, {}).update(_read_records(path, step))
 
-    def start_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Let all later completions belong to `step`."""
         if step != self._step and self._file is not None:
             self._file.close()
@@ -291,3 +302,95 @@ def _from_plain(kind: Any, value: Any) -> NDArray[np.int16]:
 
 _step_decoder = msgspec.msgpack.Decoder(StepGroups[Group], dec_hook=_from_plain)
 _cache_decoder = msgspec.msgpack.Decoder(dict[str, Completion], dec_hook=_from_plain)
+
+
+DIGITS = 6  # digits after the decimal point of log-probabilities and advantages
+
+
+def text_samples(
+    groups: Sequence[Group], chosen: Sequence[int], data: PromptDataset, columns: Mapping[str, Column]
+) -> list[TextSample]:
+    """Return the `chosen` responses as text.
+
+    Args:
+        groups: the groups of a step, with B responses in all.
+        chosen: indices among the B responses.
+        data: decodes tokens, and has the data source and the ground truth of each row.
+        columns: name of a column -> values [R] of all sampled tokens of the step. Only "advantages" and "old_logprobs" are used.
+    """
+    samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
+    ends = np.cumsum([sample.trajectory.num_sampled for _, sample in samples])
+    return [
+        replace(
+            _text_sample(*samples[index], data, {name: _part(column, ends, index) for name, column in columns.items()}),
+            group_rewards=[float(reward) for reward in groups[samples[index][0]].rewards],
+        )
+        for index in chosen
+    ]
+
+
+def _part(column: Column, ends: NDArray[np.int64], index: int) -> Column:
+    """Return the values of response `index`. `ends` [B]: end of each response in the column."""
+    return column[ends[index - 1] if index else 0 : ends[index]]
+
+
+def _text_sample(group: int, sample: Sample, data: PromptDataset, columns: Mapping[str, Column]) -> TextSample:
+    """Return a response as text. `columns`: name of a column -> values of the sampled tokens of this response."""
+    trajectory = sample.trajectory
+    prompt, response = data.decode([sample.prompt, trajectory.token_ids])
+    return TextSample(
+        prompt=shortened(prompt),
+        response=shortened(response),
+        reward=float(sample.score.value),
+        row=int(sample.row),
+        weight_version=int(trajectory.weight_version),
+        num_tokens=trajectory.num_sampled,
+        truncated=bool(trajectory.truncated),
+        parts={name: float(value) for name, value in sample.score.parts.items()},
+        failure=sample.score.failure and sample.score.failure.encode(errors="replace").decode(),  # no lone surrogates
+        group=group,
+        source=data.data_source(sample.row) or None,
+        ground_truth=_ground_truth_text(data.ground_truth(sample.row)),
+        turns=[{"role": turn.role, "text": shortened(turn.text)} for turn in trajectory.texts(data.decode)],
+        **_token_lists(trajectory, data, columns),
+    )
+
+
+def _ground_truth_text(value: Any) -> str | None:
+    """Return a ground truth as shortened text; None if the row has none. Lists and objects become JSON."""
+    if value is None or value == "":
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return shortened(text.encode(errors="replace").decode())
+
+
+def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`.
+
+    Of a response with more than MAX_TOKENS tokens, the first MAX_TOKENS // 2 and the last MAX_TOKENS // 2 tokens are kept.
+    """
+    total = len(trajectory.token_ids)
+    kept = list(range(total))
+    if total > MAX_TOKENS:
+        kept = [*kept[: MAX_TOKENS // 2], *kept[total - MAX_TOKENS // 2 :]]
+    sampled = trajectory.sampled or [True] * total
+    position = (np.cumsum(sampled) - 1).tolist()  # index of each sampled token in a column
+    spans = trajectory.versions or ((trajectory.weight_version, trajectory.num_sampled),)
+    versions = [version for version, tokens in spans for _ in range(tokens)]
+
+    def values(column: Sequence[float] | Column | None) -> list[float | None]:
+        if column is None:
+            return [None] * len(kept)
+        rounded = np.round(np.asarray(column, np.float64), DIGITS).tolist()
+        found = [rounded[position[index]] if sampled[index] else math.nan for index in kept]
+        return [None if math.isnan(value) else value for value in found]
+
+    return dict(
+        tokens=data.token_texts([trajectory.token_ids[index] for index in kept]),
+        trained=[int(sampled[index]) for index in kept],
+        logprobs=values(trajectory.logprobs),
+        trainer_logprobs=values(columns.get("old_logprobs")),
+        advantages=values(columns.get("advantages")),
+        versions=[versions[position[index]] if sampled[index] else None for index in kept],
+        omitted_tokens=total - len(kept),
+    )

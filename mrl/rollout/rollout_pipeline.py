@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from mrl.data.images import RequestImages
 from mrl.data.tokenizer import load_tokenizer
 from mrl.hang_report.process_registry import track_activity
 from mrl.rewards.reward_types import single_rewards
@@ -47,24 +48,24 @@ class GroupSampler:
     def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
         """Completions that `cache` holds are not sampled again. New completions are added to `cache`."""
         self.spec, self._engines, self._cache = spec, engines, cache
-        self._conversation = None
+        self._bound_agent = None
         if spec.agent:
-            self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
+            self._bound_agent = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
         calls_server = any(getattr(each, "needs_server", False) for each in single_rewards(spec.reward))
-        # In a deterministic run, the groups of a step must reach an engine together: on a CPU, the rounding of a response
-        # depends on the other responses in the batch.
+        # In a deterministic run, the groups of a step must reach an engine together: on a CPU, the rounding errors of a
+        # response's log-probabilities depend on the other responses in the batch.
         scores_early = calls_server and not spec.deterministic
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent or scores_early)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Divide the prompt requests into lists, in the order of sending. Each list is sent as one HTTP request.
+        """Divide the prompt requests into lists, in the order of sending. Each list becomes the argument of a call of `sample`.
 
-        Several groups share one HTTP request, because fewer requests cost the engines less CPU. Each group has an HTTP request
-        of its own in these cases:
+        Without an agent, `sample` sends one HTTP request for the responses to a list. Several groups share a list, because fewer
+        HTTP requests cost the engines less CPU. Each group has a list of its own in these cases:
 
         - A step does not wait for all groups in flight (staleness or over-sampling).
-        - An agent samples the responses.
+        - An agent samples the responses. Then each turn of each response is an HTTP request.
         - The run is not deterministic, and a reward calls a server. The server then scores a group while the engines sample
           other groups.
         """
@@ -97,16 +98,22 @@ class GroupSampler:
         count = f"{len(requests)} x {sizes[0]}" if len(set(sizes)) == 1 else str(sum(sizes))
         with track_activity(f"sampling {count} responses to rows {rows}"):
             repeated = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
-            trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work)
+            images = self._images([request.row for request in requests])
+            of_each = [image for image, size in zip(images, sizes, strict=True) for _ in range(size)] if images else ()
+            trajectories = await self._respond(repeated, sampling, numbers, self._cache, expected_work, images=of_each)
             greedy: Sequence[Trajectory | None] = [None] * len(requests)
             if self.spec.needs_greedy:
                 greedy_params = self._seeded(replace(params, temperature=0.0), [()] * len(requests))
-                greedy = await self._respond(prompts, greedy_params, range(len(prompts)))
+                greedy = await self._respond(prompts, greedy_params, range(len(prompts)), images=images)
         found = iter(trajectories)
         return [
             UnscoredGroup(request, prompt, list(islice(found, size)), greedy_response)
             for request, prompt, size, greedy_response in zip(requests, prompts, sizes, greedy, strict=True)
         ]
+
+    def _images(self, rows: Sequence[int]) -> list[RequestImages | None]:
+        """Return the images of each of these rows of the training data; an empty list if no row of the data has images."""
+        return [self.spec.train.request_images(row) for row in rows] if self.spec.train.has_images else []
 
     async def _respond(
         self,
@@ -115,30 +122,38 @@ class GroupSampler:
         numbers: Sequence[int],
         cache: CompletionCache | None = None,
         expected_work: float | None = None,
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Trajectory]:
         """Sample one response to each prompt. All prompts go to one engine, which EnginePool.open_session chooses.
 
-        For `numbers`, `cache` and `expected_work`, see EnginePool.generate.
+        For `numbers`, `cache`, `expected_work` and `images`, see EnginePool.generate.
         """
         session = self._engines.open_session()
-        if self._conversation:
+        if self._bound_agent:
             sessions = [session] * len(prompts)
-            return await self._engines.converse(self._conversation, numbers, prompts, sampling, cache, sessions)
-        completions = await self._engines.generate(numbers, prompts, sampling, cache, session, expected_work)
+            return await self._engines.converse(self._bound_agent, numbers, prompts, sampling, cache, sessions)
+        completions = await self._engines.generate(
+            numbers, prompts, sampling, cache, session, expected_work, images=images
+        )
         return [Trajectory.from_completion(completion) for completion in completions]
 
     def respond_now(
-        self, prompts: list[list[int]], params: SamplingParams, response_ids: Sequence[tuple[int, ...]]
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        response_ids: Sequence[tuple[int, ...]],
+        images: Sequence[RequestImages | None] = (),
     ) -> list[Trajectory]:
         """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
-        `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). Must not be
-        called in the event loop, because this call would block the loop.
+        `response_ids`: for each prompt, numbers that identify its response and determine its seed (response_seed). `images`: see
+        EnginePool.generate. Must not be called in the event loop, because this call would block the loop.
         """
         sampling = self._seeded(params, response_ids)
-        if self._conversation:
-            return self._engines.converse_all(self._conversation, prompts, sampling)
-        return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
+        if self._bound_agent:
+            return self._engines.converse_all(self._bound_agent, prompts, sampling)
+        completions = self._engines.generate_all(prompts, sampling, images=images)
+        return [Trajectory.from_completion(completion) for completion in completions]
 
     def _seeded(self, params: SamplingParams, response_ids: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
         """Return the sampling parameters of each response: `params`, with a seed if `rollout.deterministic` is set."""
@@ -237,7 +252,7 @@ class RolloutPipeline:
                 self._running |= dict.fromkeys((request.number for request in requests), running)
 
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
-        """Wait for the groups of a step. Returns None if more prompts may be drawn in place of rejected groups.
+        """Wait for the groups of a step. Returns None if more prompts may be drawn, for example in place of rejected groups.
 
         Raises NoEngineError if no engine is left. The next call of `send_requests` then sends the requests again. Raises
         EngineError after `timeout_s` seconds. Also raises the errors of sampling and scoring.
@@ -314,7 +329,7 @@ class RolloutPipeline:
         self._unscored.put(None)
 
     async def _sample(self, requests: list[PromptRequest], num_restarts: int) -> None:
-        """Sample the groups of one HTTP request, and pass them to the scoring thread."""
+        """Sample the groups of one list of GroupSampler.split, and pass them to the scoring thread."""
         try:
             with self._overlap.during("sampling"):
                 groups = await self._sampler.sample(requests)
@@ -367,7 +382,7 @@ class RolloutPipeline:
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests. A request that also serves other prompt requests continues."""
+        """Cancel the HTTP requests of these prompt requests. An HTTP request that also serves other prompt requests continues."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

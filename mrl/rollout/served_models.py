@@ -1,4 +1,7 @@
-"""ServedModels: the SGLang servers of the reward models, judges and teachers that the key `roles` names."""
+"""ServedModels: the SGLang servers of the reward models, judges and teachers that the key `roles` names.
+
+A served teacher is asked for the k most probable tokens, with their log-probabilities, at each sampled token.
+"""
 
 import logging
 import threading
@@ -8,12 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from mrl.config.process_schema import PauseMode
+from mrl.core.types import TeacherOutputs, TokenBlock
 from mrl.rewards.remote_models import set_servers
+from mrl.rollout.client import EngineClient
 from mrl.rollout.engines.hosts import EngineServers
 from mrl.rollout.spec import ServerGroup
 from mrl.weight_sync.engine_control import EngineControl, EngineError, MemoryTag
+from parallel.trainer_config import MIN_REST_PROB
 
 logger = logging.getLogger(__name__)
 
@@ -168,3 +176,70 @@ def _control(urls: Sequence[str], action: Callable[[EngineControl], object]) -> 
     with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="served models") as pool:
         for answer in [pool.submit(control, url) for url in urls]:
             answer.result()
+
+
+CONCURRENCY = 32  # number of concurrent requests to each server
+RETRY_PAUSE_S = 1.0  # pause before a failed request is repeated, because a new server needs time to start
+
+
+def top_k_of_rows(
+    urls: Callable[[], Sequence[str]], block: TokenBlock, rows: NDArray[np.int64], k: int, timeout_s: float
+) -> TeacherOutputs:
+    """Return the k most probable tokens at each sampled token of these rows of `block` (see TeacherOutputs).
+
+    `urls()` returns the URLs of the teacher's servers, which may change when a server is replaced. The rows are distributed over
+    the servers. If a server cannot be reached, its requests are repeated on the next server until `timeout_s` seconds have
+    passed.
+
+    Raises:
+        EngineError: a server refuses a request.
+        TimeoutError: a row has no answer within `timeout_s`.
+    """
+    deadline, sampled = time.monotonic() + timeout_s, block.sampled_index
+    with ThreadPoolExecutor(CONCURRENCY * len(urls()), thread_name_prefix="teacher") as pool:
+        calls = []
+        for number, row in enumerate(rows.tolist()):
+            start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
+            first, last = np.searchsorted(sampled, [start, end])
+            positions = sampled[first:last] - start
+            calls.append(pool.submit(_top_k_of_row, urls, number, block.tokens[start:end], positions, k, deadline))
+        answers = [_no_top_k(k), *(call.result() for call in calls)]
+    logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
+    rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), MIN_REST_PROB)
+    return {"top_logprobs": np.concatenate([logprobs, np.log(rest)], 1).astype(np.float32), "top_ids": ids}
+
+
+def _no_top_k(k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    return np.empty((0, k), np.float32), np.empty((0, k), np.int32)
+
+
+def _top_k_of_row(
+    urls: Callable[[], Sequence[str]],
+    number: int,
+    row: NDArray[np.int32],
+    sampled: NDArray[np.int64],
+    k: int,
+    deadline: float,
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
+
+    `row`: the tokens of the row. `sampled`: [n] index of each sampled token in `row`. Attempt i sends the request to the server
+    with the index `number` + i, modulo the number of servers.
+    """
+    if not len(sampled):
+        return _no_top_k(k)
+    tokens, first = row.tolist(), int(sampled[0])
+    while True:
+        servers = urls()
+        url, left_s = servers[number % len(servers)], deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(
+                "the teacher did not answer in time; raise rollout.request_timeout_s, or use more servers."
+            )
+        try:
+            with EngineClient(url, left_s) as client:
+                logprobs, ids = client.top_logprobs(tokens, first, k)
+            return logprobs[sampled - first], ids[sampled - first]
+        except httpx.TransportError:
+            number += 1
+            time.sleep(RETRY_PAUSE_S)

@@ -1,6 +1,5 @@
 """RolloutSpec: all settings of a rollout worker."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,8 +14,8 @@ from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.held_out import HeldOutEvaluation
-from mrl.rollout.step_metrics import RolloutFilter
+from mrl.rollout.response_metrics import HeldOutEvaluation, RolloutFilter
+from mrl.rollout.staleness_buffer import num_extra_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +29,12 @@ class ServerGroup:
     count: int  # number of servers
     tp_size: int  # tensor-parallel size of each server
     seed: int  # a server gets `seed` + its serial number, unless `arguments` has a random_seed
-    max_replacements: int  # how often a server that ends before it is ready is replaced; at the first start: once
+    max_replacements: int  # how often a server that ends before it is ready is replaced (see EngineServers.wait_ready)
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the servers
 
 
 class PoolSettings(Protocol):
@@ -75,6 +75,11 @@ class PoolSettings(Protocol):
         """Whether the engines return the experts of each token."""
         ...
 
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -87,6 +92,7 @@ class EngineSettings:
     has_stop_texts: bool = False
     logprobs: bool = True
     routed_experts: bool = False
+    uses_adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class RolloutSpec:
     needs_greedy: bool  # whether the advantage needs a greedy response to each prompt, in addition to the sampled ones
     rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
     prompts_per_step: int  # N, the number of groups on which a step trains
-    responses_per_prompt: int  # G, the size of a group
+    responses_per_prompt: int  # G, the size of a group; with rollout.group_sizes, the mean size
     sampling: SamplingParams  # how training responses are sampled
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
@@ -130,6 +136,7 @@ class RolloutSpec:
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+    engine_env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engines
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
     served: tuple[ServerGroup, ...] = ()  # for each served model of the key `roles`, its servers
@@ -150,7 +157,13 @@ class RolloutSpec:
             external_urls=self.engine_urls,
             timeline=self.timeline,
             slots=self.slots,
+            env=self.engine_env,
         )
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
+        return bool(self.server_args.get("enable_lora"))
 
     @property
     def has_stop_texts(self) -> bool:
@@ -165,7 +178,7 @@ class RolloutSpec:
     @property
     def extra_groups(self) -> int:
         """Number of groups that over-sampling adds to the groups in flight."""
-        return math.ceil(self.over_sample_rate * self.prompts_per_step)
+        return num_extra_groups(self.over_sample_rate, self.prompts_per_step)
 
     @property
     def buffer_capacity(self) -> int:

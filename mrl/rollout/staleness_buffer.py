@@ -9,6 +9,7 @@ This module contains no threads and no engines, and imports neither Ray nor torc
 (`mrl plan rollout`) also uses it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,11 @@ from mrl.rollout.trajectory import StepGroups
 MAX_RESPONSES_PER_REQUEST = 64
 """Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
 unfinished requests. Requests must not be small either, because each request costs the engine's HTTP server about 1 ms of CPU."""
+
+
+def num_extra_groups(over_sample_rate: float, prompts_per_step: int) -> int:
+    """Return the number of groups that over-sampling adds to the groups in flight."""
+    return math.ceil(over_sample_rate * prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,9 @@ class StalenessBuffer[T]:
     def restore(self, num_drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
         """Set the buffer to the state before `step`, in which exactly `requests` are in flight and no group is finished.
 
-        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. If there are more requests than
-        the buffer has room for, the last requests get a later `min_weight_version`: the version at which there will be room for
-        these requests.
+        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. Each step takes N groups, so the
+        request with index i may have to wait for step `step + i // N`. Its `min_weight_version` is therefore raised, if
+        necessary, to `step + i // N - K`: otherwise its tokens might be too old for that step.
         """
         oldest = step - self.staleness
         versions = [

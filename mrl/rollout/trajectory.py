@@ -1,5 +1,7 @@
 """Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the driver's columns.
 
+The rows of data.offline.path become groups, too. A step trains on them in addition to the groups that the engines sample.
+
 mrl.core.types explains the letters in shapes such as [G], [B] and [R].
 """
 
@@ -12,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import ScoredBatch
-from mrl.core.types import TokenBlock
+from mrl.core.types import OFFLINE, Column, ImageInputs, TokenBlock
+from mrl.data.offline import OfflineRow, OfflineRows
+from mrl.data.prompts import PromptDataset
+from mrl.rewards.by_source import PLAIN_TERM
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout.client import Completion
 
@@ -209,6 +214,22 @@ def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
     return np.array(spans, np.int64).reshape(-1, 3)
 
 
+def prompt_images(data: PromptDataset, groups: Sequence[Group]) -> dict[int, ImageInputs]:
+    """Return index of a response -> images of its prompt. The responses of a group share one object.
+
+    `data`: the data set with the prompts of the groups.
+    """
+    if not data.has_images:
+        return {}
+    found: dict[int, ImageInputs] = {}
+    first = 0
+    for group in groups:
+        if (inputs := data.image_inputs(group.row)) is not None:
+            found |= dict.fromkeys(range(first, first + len(group.samples)), inputs)
+        first += len(group.samples)
+    return found
+
+
 def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
     """Return the rewards and lengths of all responses, in the order in which `to_block` lays out the responses."""
     samples = [sample for group in groups for sample in group.samples]
@@ -222,7 +243,7 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
         lengths=np.array([sample.trajectory.num_sampled for sample in samples]),
         truncated=columns["truncated"],
         turn_rewards=_turn_rewards(samples),
-        parts={name: np.array([score.terms.get(name, 0.0) for score in scores]) for name in names},
+        reward_parts={name: np.array([score.terms.get(name, 0.0) for score in scores]) for name in names},
         greedy_rewards=np.array(greedy) if greedy else None,
     )
 
@@ -246,3 +267,54 @@ def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
             column[-1] = sample.score.value
         columns.append(column)
     return np.concatenate(columns)
+
+
+def offline_groups(rows: OfflineRows | None, step: int) -> list[Group]:
+    """Return the groups that this step, counted from 0, gets from the file. Sample.row is -1 minus the row number in the file."""
+    found = rows.of_step(step) if rows else []
+    return [Group([_sample(row, step) for row in group]) for group in found]
+
+
+def _sample(row: OfflineRow, step: int) -> Sample:
+    logprobs = [float("nan")] * len(row.response) if row.logprobs is None else row.logprobs
+    trajectory = Trajectory(row.response, logprobs, truncated=False, weight_version=step)
+    return Sample(-1 - row.number, row.prompt, trajectory, Score(row.reward))
+
+
+def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
+    """If rewards have parts, also give the last `num_offline` responses a part, PLAIN_TERM, which equals their reward.
+
+    An estimator that reads only the parts, such as GDPO (docs/concepts/algorithms.md), would otherwise ignore the rewards of the
+    file.
+    """
+    if not scored.reward_parts:
+        return scored
+    part = scored.reward_parts.get(PLAIN_TERM, np.zeros(len(scored.rewards))).copy()
+    part[len(part) - num_offline :] = scored.rewards[len(part) - num_offline :]
+    return replace(scored, reward_parts={**scored.reward_parts, PLAIN_TERM: part})
+
+
+def with_offline_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:
+    """Give the last `num_offline` responses the advantage `data.offline.advantage`. Returns `scored` if the key is not set."""
+    if rows is None or rows.advantage is None:
+        return scored
+    advantages = np.full(len(scored.lengths), np.nan)
+    advantages[len(advantages) - num_offline :] = rows.advantage
+    return replace(scored, offline_advantages=advantages)
+
+
+def with_offline_column(block: TokenBlock, num_offline: int) -> TokenBlock:
+    """Return the block with the column OFFLINE, which is 1 for the tokens of the last `num_offline` responses."""
+    is_offline = np.arange(len(block.lengths)) >= len(block.lengths) - num_offline
+    return block.with_columns(**{OFFLINE: np.repeat(is_offline, block.sampled_lengths).astype(np.float32)})
+
+
+def known_rollout_logprobs(block: TokenBlock, old_logprobs: Column | None) -> Column:
+    """Return the rollout log-probabilities, one for each sampled token.
+
+    Offline rows may have no log-probabilities. Such rows get the old log-probabilities, if these are given.
+    """
+    if OFFLINE not in block.columns or old_logprobs is None:
+        return block.rollout_logprobs
+    is_unknown = (block.columns[OFFLINE] > 0) & np.isnan(block.rollout_logprobs)
+    return np.where(is_unknown, old_logprobs, block.rollout_logprobs).astype(np.float32)

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,45 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.filters import filter_values
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.losses import Loss
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.metrics import Metrics
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.sample_file import SampleFile, spread
-from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, TeacherPart, TokenBlock, assemble_column
-from mrl.core.user_code import describe_plug_in
+from mrl.core.types import (
+    AdvantageResult,
+    Column,
+    Handle,
+    Rollouts,
+    TeacherPart,
+    TokenBlock,
+    assemble_column,
+)
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.held_out import HeldOutResponses
-from mrl.rollout.offline_groups import (
-    known_rollout_logprobs,
-    offline_groups,
-    with_given_advantages,
-    with_offline_column,
-    with_offline_part,
+from mrl.rollout.response_metrics import (
+    HeldOutResponses,
+    LengthBias,
+    SampledStep,
+    prompt_rewards,
+    score_failures,
+    source_names,
 )
-from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
+from mrl.rollout.rollout_log import (
+    CompletionCache,
+    RolloutLog,
+    read_recording,
+    sample_digests,
+    text_samples,
+    write_recording,
+)
 from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
-from mrl.rollout.sample_texts import text_samples
-from mrl.rollout.served_models import ServedModels
-from mrl.rollout.served_teacher import top_k_of_rows
+from mrl.rollout.served_models import ServedModels, top_k_of_rows
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards, score_failures, source_names
 from mrl.rollout.trajectory import (
     Group,
     Sample,
@@ -54,9 +67,15 @@ from mrl.rollout.trajectory import (
     Trajectory,
     block_trajectories,
     control_columns,
+    known_rollout_logprobs,
+    offline_groups,
+    prompt_images,
     to_block,
     to_scored_batch,
     version_spans,
+    with_offline_advantages,
+    with_offline_column,
+    with_offline_part,
 )
 from parallel import spans
 
@@ -148,12 +167,17 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
+    def set_adapter(self, name: str, urls: list[str]) -> None:
+        """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
+        self.engines.set_adapter(name, urls)
+
     def sample(self, first_number: int, rows: NDArray[np.int64], step: int, sizes: Sequence[int] | None = None) -> int:
         """Add prompts to the staleness buffer, and wait for the groups on which `step` trains.
 
         `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
-        first row. `sizes`: number of responses to each row; None: rollout.responses_per_prompt. If the rollout log has the groups
-        of the step, the step gets these groups, and nothing is sampled.
+        first row. `step`: index of the step, from 0. `sizes`: number of responses to each row. None: all rows get
+        rollout.responses_per_prompt responses. If the rollout log has the groups of the step, or if rollout.replay is set, the
+        step gets the groups on disk, and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
         the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
@@ -161,16 +185,15 @@ class RolloutWorker:
         """
         self.served.check()
         if self.spec.replay:
-            groups = self._replay(step)
-            kept = [group for group in groups if self._passes_filter(group)]
-            filtered = [group for group in groups if not self._passes_filter(group)]
-            self._sampled = SampledStep(kept, filtered)
+            self._sampled = SampledStep()
+            for group in self._replay(step):
+                (self._sampled.kept if self._passes_filter(group) else self._sampled.filtered).append(group)
             return 0
         pipeline = self._pipeline
         pipeline.admit(first_number, rows.tolist(), step, sizes)
         taken = self._read_log(step)
         if taken is None:
-            self._cache.start_step(step)
+            self._cache.begin_step(step)
             pipeline.send_requests(step)
             with spans.span("wait for groups"):
                 groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
@@ -240,11 +263,11 @@ class RolloutWorker:
         if self.spec.record:
             write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
         offline = offline_groups(self.spec.offline, step)
-        block = to_block([*groups, *offline])
+        block = replace(to_block([*groups, *offline]), images=prompt_images(self.train, groups))
         columns: dict[str, Any] = control_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
-            scored = with_given_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
+            scored = with_offline_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
             block = with_offline_column(block, num_offline)
         self._collected, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers
@@ -325,14 +348,16 @@ class RolloutWorker:
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all calls of `estimate` for this step.
 
-        The samples are chosen so that their rewards are spread evenly from the worst to the best.
+        The samples are chosen so that their rewards are spread evenly from the worst to the best. The call runs while the
+        trainer ranks update the weights. Ray runs the calls of this actor one after another, so the groups and the columns of the
+        step do not change during the call.
         """
-        if self._sample_file:
-            assert self._collected, "collect() must be called before write_samples()"
-            groups = self._collected[0]
-            rewards = [sample.score.value for group in groups for sample in group.samples]
-            chosen = spread(rewards, self.spec.samples_per_step)
-            self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
+        assert self._sample_file, "the driver calls this only if the run keeps samples"
+        assert self._collected, "collect() must be called before write_samples()"
+        groups = self._collected[0]
+        rewards = [sample.score.value for group in groups for sample in group.samples]
+        chosen = spread(rewards, self.spec.samples_per_step)
+        self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether steps may train on this group according to the rollout filter."""
@@ -412,7 +437,8 @@ class RolloutWorker:
         members = np.arange(len(rows)) % evaluation.sampling.n
         seed_ids = [(HELD_OUT, row, member) for row, member in zip(rows.tolist(), members.tolist(), strict=True)]
         prompts = [self.test.encode(row) for row in rows.tolist()]
-        trajectories = self._sampler.respond_now(prompts, evaluation.sampling, seed_ids)
+        images = [self.test.request_images(row) for row in rows.tolist()] if self.test.has_images else ()
+        trajectories = self._sampler.respond_now(prompts, evaluation.sampling, seed_ids, images)
         if self.spec.agent:
             calls = np.mean([trajectory.usage.tool_calls for trajectory in trajectories if trajectory.usage])
             logging.info("held-out prompts, %s: %.3f tool calls per response", evaluation.sampling, calls)

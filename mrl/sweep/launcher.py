@@ -1,7 +1,8 @@
 """Hydra launcher for sweeps of `mrl train`. A point is one run of a sweep: one combination of values.
 
-Points run as processes on this machine, or as tasks of a Slurm job array. All points are checked before any of them starts. When
-the same command with the same run.dir is started again, it runs the points that failed or have not run yet.
+Points run as processes on this machine, or as tasks of a Slurm job array. A sweeper launches all points together (grid), or one
+batch of points after another (optuna). All points of a launch are checked before any of them starts. When the same command with
+the same run.dir is started again, it runs the points that failed or have not run yet.
 """
 
 import json
@@ -31,7 +32,7 @@ from mrl.config.search_path import search_path_override
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import slurm_job
-from mrl.launch.supervisor import end_with_parent
+from mrl.launch.supervisor import term_with_parent
 from mrl.placement.resource_pools import with_node_count
 from mrl.sweep.points import (
     SWEEP_FILE,
@@ -80,6 +81,8 @@ class PointLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the points that are not done yet, and return the metric of each point. Raises ValueError if a point cannot run.
+
+        Raises SystemExit after a dry run, and if a signal arrives before all points have ended.
 
         Args:
             job_overrides: all overrides of each point.
@@ -154,7 +157,7 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
             mistakes.append(f"  {' '.join(point)}: {error}")
     if mistakes:
         raise ValueError(
-            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none was started", *mistakes])
+            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none of these was started", *mistakes])
         )
     config = hydra_entry.compose_config([*fixed, *points[0]])
     return extend_sweep(folder, config, fixed, points, first), max(nodes)
@@ -173,7 +176,7 @@ def check_point(folder: Path, overrides: Sequence[str]) -> int:
 def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
     """Return the sweep in `folder` with `points` added from index `first` on.
 
-    Raises ValueError if `folder` contains another sweep.
+    If the sweep in `folder` has more points than that, they stay. Raises ValueError if `folder` contains another sweep.
     """
     stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
     earlier = stored.points[:first] if stored else ()
@@ -191,7 +194,7 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
 def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
     """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches only the runner."""
     command = [sys.executable, "-P", "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=term_with_parent)
 
 
 def _job_return(result: PointResult) -> JobReturn:
@@ -303,7 +306,9 @@ class LocalRunner(Runner):
             process.send_signal(signum)
 
     def interruption_message(self) -> str:
-        return "the points saved checkpoints; the same command continues the sweep"
+        begun = any(result.steps and not result.state.ended for result in self.results())
+        saved = "points that had begun to train saved checkpoints; " if begun else ""
+        return f"{saved}the same command continues the sweep"
 
     def close(self) -> None:
         for process in self._running.values():

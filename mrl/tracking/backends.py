@@ -1,7 +1,7 @@
 """Trackers of tracking.backends: Weights & Biases (wandb), TensorBoard and MLflow.
 
-Each tracker has its own thread, so that a slow or failing tracker never slows or stops a run. If a tracker fails, its thread logs
-one warning, and the tracker gets no more metrics.
+Each tracker has its own thread, so that a slow or failing tracker never slows or stops training. The end of a run waits for each
+tracker, at most 30 s. If a tracker fails, its thread logs one warning, and the tracker gets no more metrics.
 """
 
 import logging
@@ -23,7 +23,7 @@ import orjson
 import psutil
 import xxhash
 
-from mrl.config.secrets import flatten_config, redacted
+from mrl.config.secrets import flatten_config
 from mrl.core.jsonl import check_lines
 from mrl.core.sample_file import TextSample
 from mrl.tracking.tracker import Metrics
@@ -62,7 +62,7 @@ class TrackedRun:
     entity: str | None = None  # user or team that owns the run; only wandb uses this field
     tags: Sequence[str] = ()
     notes: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # without secrets
+    config: Mapping[str, Any] = field(default_factory=dict)  # result of config_as_json, which replaces secrets
     last_step: int = 0  # step from which the run resumes; 0: the run is new
     samples_every: int = 0  # number of steps between two tables of samples; 0: no tables
     read_samples: Callable[[int], Sequence[TextSample]] | None = None  # step -> its samples, or [] if it has none
@@ -86,6 +86,10 @@ class ThreadedSink(ABC):
         self._put((step, dict(metrics)))
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
+        """Let the tracker discard the steps after `last_step`, if it can.
+
+        `evaluated` has no effect: trackers keep the metrics eval/* of `last_step`.
+        """
         self._put(last_step)
 
     def _put(self, item: tuple[int, Metrics] | int) -> None:
@@ -130,7 +134,8 @@ class ThreadedSink(ABC):
             return []
         found: dict[int, dict[str, float]] = {}
         for name in ("metrics.jsonl", "eval.jsonl"):
-            for step, line in check_lines(self.run.folder / name).lines:  # the run may be appending later steps
+            # check_lines leaves out an incomplete last line, which the run may be writing now.
+            for step, line in check_lines(self.run.folder / name).lines:
                 if first <= step <= last:
                     known = {key: value for key, value in orjson.loads(line).items() if value is not None}
                     found.setdefault(step, {}).update(known)
@@ -140,6 +145,7 @@ class ThreadedSink(ABC):
     def _write_due_samples(self, step: int, metrics: Metrics) -> None:
         """Write the samples of a step if they are due. If this fails, the tracker still gets metrics, but no more samples."""
         every, read = self.run.samples_every, self.run.read_samples
+        # Only the metrics of a training step contain reward/mean.
         if not (read and every and self._takes_samples) or step % every or "reward/mean" not in metrics:
             return
         try:
@@ -173,7 +179,18 @@ class ThreadedSink(ABC):
         """Kill helper processes that would keep this process from exiting."""
 
 
-SAMPLE_COLUMNS = ("step", "reward", "prompt", "response", "ground_truth", "tokens", "truncated", "source", "parts")
+SAMPLE_COLUMNS = (
+    "step",
+    "reward",
+    "prompt",
+    "response",
+    "ground_truth",
+    "tokens",
+    "truncated",
+    "source",
+    "reward_parts",
+)
+"""Columns of a table of samples. reward_parts: the named parts of the reward, as text."""
 
 
 def sample_rows(step: int, samples: Sequence[TextSample]) -> list[Iterable[Any]]:
@@ -198,8 +215,9 @@ class WandbSink(ThreadedSink):
     """Logs to Weights & Biases: online if a login is configured, otherwise offline in the run directory.
 
     The sink never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same
-    wandb run. Online, the sink does not send a step again that wandb already has. Offline, wandb writes a new folder for each
-    process and does not know the steps in earlier folders, so two folders may contain the same step.
+    wandb run. Online, the sink does not send again what wandb already has. If a run was preempted before the evaluation of
+    a step, wandb shows the metrics eval/* of this step at the next step. Offline, wandb writes a new folder for each process and
+    does not know the steps in earlier folders, so two folders may contain the same step.
     """
 
     name = "wandb"
@@ -224,7 +242,7 @@ class WandbSink(ThreadedSink):
             entity=run.entity,
             tags=list(run.tags),
             notes=run.notes,
-            config=redacted(run.config),
+            config=dict(run.config),
             dir=run.folder,
             id=_stored_run_id(run.folder / "wandb_run_id"),
             resume="allow",
@@ -233,11 +251,20 @@ class WandbSink(ThreadedSink):
         )
 
     def _first_unsure_step(self) -> int:
-        """Return the step after the last one that wandb has. Offline, this is unknown, but only the last step may be missing."""
+        """Return the step after the last step that wandb has.
+
+        Offline, this step is unknown, and the result is the step from which the run resumes, because the thread is usually at
+        most one step behind. If an earlier process was killed while wandb was starting, earlier steps may be missing too.
+        """
         return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
 
     def _write(self, step: int, metrics: Metrics) -> None:
-        if step >= self._wandb_run.step:  # wandb warns about earlier steps
+        first = self._wandb_run.step  # wandb ignores metrics of a step before this one
+        if 0 < self.run.last_step == step == first - 1:
+            # The process that wrote the checkpoint ended before the evaluation of its last step, so wandb has this step without
+            # the metrics eval/*. Only the next step can still take them.
+            step, metrics = first, {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if metrics and step >= first:
             self._wandb_run.log(dict(metrics), step=step)
 
     def _write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
@@ -317,7 +344,7 @@ class MlflowSink(ThreadedSink):
     """Logs to the MLflow server of MLFLOW_TRACKING_URI, or else to the folder `mlflow` of the run directory.
 
     The id of the MLflow run is stored in the run directory, so a resumed run continues the same MLflow run. The sink does not
-    send a step again that MLflow already has.
+    send again what MLflow already has.
     """
 
     name = "mlflow"
@@ -326,7 +353,9 @@ class MlflowSink(ThreadedSink):
     VALUE_CHARACTERS = 6000  # limit of MLflow
 
     def _start(self) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny supports no database
+        # Without this variable, MLflow refuses a folder as its store. mlflow-skinny supports no database, so a folder is the only
+        # local store.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -343,7 +372,7 @@ class MlflowSink(ThreadedSink):
         tags |= {"group": self.run.group} if self.run.group else {}
         self._id = self._client.create_run(experiment, run_name=self.run.name, tags=tags).info.run_id
         write_file(stored, self._id)
-        values = flatten_config(redacted(self.run.config))
+        values = flatten_config(self.run.config)
         parameters = [Param(key, str(value)[: self.VALUE_CHARACTERS]) for key, value in values]
         for start in range(0, len(parameters), self.PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._id, params=parameters[start : start + self.PARAMETERS_PER_REQUEST])
@@ -358,7 +387,9 @@ class MlflowSink(ThreadedSink):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("MLflow does not have the run %s of mlflow_run_id any more; it gets a new run", run_id)
+            logger.warning(
+                "MLflow no longer has the run %s, whose id is in mlflow_run_id; a new MLflow run is created", run_id
+            )
             return False
         self._id = run_id
         for name in metrics:

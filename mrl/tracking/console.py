@@ -54,7 +54,7 @@ class ConsoleSink:
             samples_every: number of steps between two outputs of sampled responses; 0: no such output.
             read_samples: returns the text of the sampled responses of a step, or "".
             console: rich console. Default: the console of `startup`, or a console on standard output.
-            startup: startup display. It must end when the live display starts, because the two would overwrite each other.
+            startup: startup display. It pauses when the live display starts, because the two would overwrite each other.
         """
         from rich.console import Console  # a slow import, and most processes that import this module print nothing
 
@@ -104,7 +104,7 @@ class ConsoleSink:
             self._print_line("held-out, before -> after: " + ", ".join(changes))
 
     def _update_display(self, step: int, is_trained: bool) -> None:
-        """Update the live display. After the first training step, remove the startup display and start the live display."""
+        """Update the live display. After the first training step, pause the startup display and start the live display."""
         assert self._display, "the output is a terminal"
         if is_trained and not self._display.is_started:
             if self._startup:

@@ -61,7 +61,7 @@ class StepView:
         return self.now.get(name, math.nan)
 
     def baseline(self, name: str) -> float:
-        """Return the median of a metric over the first steps of the run; NaN until BASELINE_STEPS steps have the metric."""
+        """Return the median of a metric over the steps in `first`; NaN until BASELINE_STEPS of them have the metric."""
         values = [metrics[name] for metrics in self.first if math.isfinite(metrics.get(name, math.nan))]
         return float(np.median(values)) if len(values) == BASELINE_STEPS else math.nan
 
@@ -180,7 +180,7 @@ def _nothing_trained(step: StepView) -> str:
         )
     elif (rejected := step.value("correction/rejected_fraction")) > 0:
         reason = (
-            f"algorithm.correction rejects {rejected:.0%} of the response tokens as too far off-policy. Lower "
+            f"algorithm.correction rejects {rejected:.0%} of the sampled tokens as too far off-policy. Lower "
             "rollout.max_staleness, or relax algorithm.correction."
         )
     else:
@@ -189,7 +189,11 @@ def _nothing_trained(step: StepView) -> str:
 
 
 def _reward_collapsed(step: StepView) -> bool:
-    """Return whether the mean reward lost most of its rise, or fell and all responses of the step have the same reward.
+    """Return whether the mean reward has collapsed since the best step.
+
+    If all responses of the step have the same reward, a fall by more than EQUAL_REWARDS_ERRORS standard errors is a collapse.
+    Otherwise, a fall is a collapse if it exceeds both REWARD_LOST (relative to the rise) and REWARD_ERRORS standard errors. A
+    step with the problem "failed rewards" has no collapse.
 
     Rewards may be negative, so the mean is not compared with 0. The responses to one prompt often get the same reward. For the
     standard error, each prompt therefore counts as one reward.

@@ -19,8 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mrl.checkpoint.run_dir import RUN_RECORD, read_run_record
-from mrl.checkpoint.starts import STARTS_FILE
+from mrl.checkpoint.run_dir import RUN_RECORD, STARTS_FILE, read_run_record
 from mrl.core import metrics as declared
 from mrl.core.run_warnings import WARNINGS_FILE
 from mrl.hang_report.process_registry import ProcessRecord, read_activities, read_process_records, registry_folder
@@ -329,7 +328,8 @@ def frame(view: RunView, height: int | None = None) -> RenderableType:
     ]
     for gpu in view.gpus:
         memory = f"{_size(gpu.used_bytes)} of {_size(gpu.total_bytes)}"
-        parts.append(Text(f"GPU {gpu.index}: {gpu.busy_percent} % busy, {memory}", no_wrap=True, overflow="ellipsis"))
+        busy = "" if gpu.busy_percent is None else f"{gpu.busy_percent} % busy, "
+        parts.append(Text(f"GPU {gpu.index}: {busy}{memory}", no_wrap=True, overflow="ellipsis"))
     if view.metrics:
         parts += [Text(), _step_table(view), _staleness(view)]
     if view.problems:
@@ -383,8 +383,8 @@ def _numbers(process: ProcessView, gpus: Sequence[GpuUse]) -> list[str]:
     if process.use is None:
         return [duration, "", "", "", ""]
     cpu = f"{process.use.cpu_percent:.0f}" if process.use.cpu_percent is not None else ""
-    busy = {gpu.index: gpu.busy_percent for gpu in gpus}
-    cards = " ".join(f"{index}: {busy.get(index, 0)} %" for index in process.use.gpus)
+    busy = {gpu.index: f"{gpu.index}: {gpu.busy_percent} %" for gpu in gpus if gpu.busy_percent is not None}
+    cards = " ".join(busy.get(index, str(index)) for index in process.use.gpus)
     gpu_memory = _size(process.use.gpu_bytes) if process.use.gpus else ""
     return [duration, cpu, _size(process.use.rss_bytes), cards, gpu_memory]
 

@@ -125,9 +125,8 @@ class EngineLoad:
 
     running: int  # requests
     waiting: int  # requests
-    tokens_per_s: (
-        float  # sampled tokens, as SGLang last measured them; 0 while no request runs, or before the first measurement
-    )
+    # sampled tokens, as SGLang last measured them; 0 while no request runs, or before the first measurement
+    tokens_per_s: float
 
 
 def read_engine_load(pid: int) -> EngineLoad | None:
@@ -169,7 +168,7 @@ class GpuUse:
     """Use of one GPU of this host."""
 
     index: int
-    busy_percent: int  # percentage of the last sample period in which a kernel ran
+    busy_percent: int | None  # percentage of the last sample period in which a kernel ran; None: not reported
     used_bytes: int
     total_bytes: int
 
@@ -213,13 +212,13 @@ class Gpus:
         return called is not None and called(*arguments) == 0
 
     def read(self) -> list[GpuUse]:
-        """Return the use of each GPU. The result omits GPUs that do not report their use, such as GPUs that MIG splits."""
+        """Return the use of each GPU. The result omits GPUs whose memory the library does not report."""
         found = []
         for index, handle in enumerate(self._handles):
             busy, memory = _Utilization(), _Memory()
             if self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)):
-                self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
-                found.append(GpuUse(index, busy.gpu, memory.used, memory.total))
+                is_known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
+                found.append(GpuUse(index, busy.gpu if is_known else None, memory.used, memory.total))
         return found
 
     def memory_by_process(self) -> dict[int, dict[int, int]]:

@@ -1,18 +1,22 @@
-"""Tracker: passes the metrics of each step to sinks. This module also has JsonlSink, the sink that writes JSON Lines files.
+"""Tracker: passes the metrics of each step to sinks.
 
-Other modules contain the other sinks: mrl.tracking.console for the terminal, mrl.tracking.backends for trackers such as wandb,
-and mrl.tracking.curve for the learning curve. A sink must not slow or stop a run. For this reason, separate threads import
-matplotlib and the packages of trackers after the run has started.
+JsonlSink writes JSON Lines files, and CurveSink draws the learning curve of a run as a picture. Other modules contain the other
+sinks: mrl.tracking.console for the terminal, and mrl.tracking.backends for trackers such as wandb. A sink must not slow or stop
+training. For this reason, separate threads import matplotlib and the packages of trackers after the run has started.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import orjson
 
 from mrl.core import metrics as declared
 from mrl.core.jsonl import JsonLinesFile
 from mrl.core.run_errors import PreemptedError
+from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,3 +99,108 @@ class JsonlSink:
 
     def close(self, failed: bool = False) -> None:
         self._file.close()
+
+
+Points = dict[int, float]  # step -> value
+SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
+HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
+STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
+"""(color, marker) of each curve of a held-out reward. The picture has at most one such curve for each entry."""
+
+
+class CurveSink:
+    """Draws `metric` and the held-out rewards over the steps: every `every` steps and at the end, in a separate thread."""
+
+    def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
+        self.path, self.metric, self.title, self.every = path, metric, title, every
+        self._values: Points = {}
+        self._held_out: dict[str, Points] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="curve")  # the import of matplotlib takes a second
+        self._drawing: Future[None] | None = None
+        self._has_warned = False
+
+    def read_logs(self, paths: Sequence[Path]) -> None:
+        """Read the metrics that JsonlSinks wrote before the run was resumed."""
+        for path in paths:
+            for line in path.read_bytes().splitlines():
+                numbers = orjson.loads(line)
+                step = numbers.pop("step")
+                self._record(step, {name: value for name, value in numbers.items() if value is not None})
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._record(step, metrics)
+        due = self.metric in metrics and len(self._values) % self.every == 0
+        if due and (self._drawing is None or self._drawing.done()):
+            self._drawing = self._pool.submit(self._draw_and_log_failure, *self._snapshot())
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if name.startswith("eval/"):
+                self._held_out.setdefault(name, {})[step] = value
+        if self.metric in metrics:
+            self._values[step] = metrics[self.metric]
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        for points in (self._values, *self._held_out.values()):
+            for step in [step for step in points if step > last_step]:
+                del points[step]
+
+    def close(self, failed: bool = False) -> None:
+        if self._values:
+            self._pool.submit(self._draw_and_log_failure, *self._snapshot())
+        self._pool.shutdown(wait=True)
+
+    def _snapshot(self) -> tuple[Points, dict[str, Points]]:
+        return dict(self._values), {name: dict(points) for name, points in self._held_out.items()}
+
+    def _draw_and_log_failure(self, values: Points, held_out: dict[str, Points]) -> None:
+        try:
+            draw_curve(self.path, values, held_out, metric=self.metric, title=self.title)
+        except Exception as error:
+            if not self._has_warned:
+                logger.warning("drawing %s failed: %s: %s", self.path, type(error).__name__, error)
+            self._has_warned = True
+
+
+def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metric: str, title: str = "") -> None:
+    """Write a PNG of `values` over the steps, raw and smoothed, with the rewards on held-out prompts on the same axis."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, raw = list(values), list(values.values())
+    axes.plot(steps, raw, color="#4C78A8", alpha=0.3, linewidth=1, label=declared.find(metric).meaning)
+    axes.plot(steps, _smooth(raw), color="#4C78A8", linewidth=2.2, label=f"mean of the last {SMOOTHED_STEPS} steps")
+    for name, (color, marker) in zip(drawn_evaluations(held_out), STYLES, strict=False):
+        _draw_held_out(axes, held_out[name], color, marker, label=f"held-out reward, {declared.label(name)}")
+    axes.set(xlabel="step", ylabel=metric)
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.08, y=0.08)
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
+
+
+def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
+    """Return the metrics to draw: the mean rewards of all held-out prompts or, without these, those of each held-out set."""
+    measured = [name for name, points in held_out.items() if points]
+    found = [name for name in HELD_OUT if name in measured]
+    return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]
+
+
+def _draw_held_out(axes: Any, points: Points, color: str, marker: str, label: str) -> None:
+    axes.plot(list(points), list(points.values()), f"{marker}:", markersize=7, color=color, label=label)
+    style = {"textcoords": "offset points", "va": "center", "color": color, "fontsize": 10}
+    first, last = min(points), max(points)
+    axes.annotate(f"{points[first]:.2f}", (first, points[first]), xytext=(-8, 0), ha="right", **style)
+    if last != first:
+        axes.annotate(f"{points[last]:.2f}", (last, points[last]), xytext=(8, 0), ha="left", **style)
+
+
+def _smooth(values: Sequence[float], window: int = SMOOTHED_STEPS) -> list[float]:
+    """Return the moving average over the last `window` values."""
+    return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]

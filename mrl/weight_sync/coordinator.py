@@ -41,11 +41,32 @@ from mrl.weight_sync.engine_control import (
     WeightMismatchError,
     WeightSyncError,
 )
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 from mrl.weight_sync.receiver import EngineRankInfo
 
 logger = logging.getLogger(__name__)
 # `call_all` excludes an engine after one of these errors, and raises all other errors.
 ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
+
+
+def common_server_info(urls: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Return the server info of the first engine. All engines have the same device, dtype and topology.
+
+    Raises WeightSyncError if an engine does not answer, and ValueError if the engines differ.
+    """
+    infos, unreachable = [], {}
+    for url in urls:
+        try:
+            with EngineControl(url, timeout_s) as engine:
+                infos.append(engine.server_info())
+        except Exception as error:  # a dead engine can fail in any way; all unreachable engines are reported below
+            unreachable[url] = f"{type(error).__name__}: {error}"
+    if unreachable:
+        raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
+    kinds = {(info["device"], info["dtype"], EngineParallelSizes.of(info)) for info in infos}
+    if len(kinds) != 1:
+        raise ValueError(f"engines must have the same device, dtype and topology, got {kinds} from {list(urls)}.")
+    return infos[0]
 
 
 class Coordinator:

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.architecture import VISION_PREFIX
 from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, EngineShard
 
 KEPT_VERSIONS = 2  # weight versions whose folders stay on the disk: the newest version and the version before
 MAX_NAMES = 8  # an error message lists at most this many parameters
@@ -51,29 +51,27 @@ class DiskSync:
         urls: Sequence[str],
         folder: Path,
         model: ExportsWeights,
-        layout_of: Callable[[Topology], EngineLayout],
+        layout_of: Callable[[EngineParallelSizes], EngineLayout],
         timeout_s: float,
     ) -> None:
         """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
 
-        Raises WeightSyncError on rank 0 if the first engine does not answer.
+        Raises WeightSyncError on rank 0 if an engine does not answer, and ValueError if engines have different devices, dtypes or
+        topologies.
         """
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
-            try:
-                with EngineControl(urls[0], timeout_s) as engine:
-                    self._server_info = engine.server_info()
-            except httpx.HTTPError as error:
-                raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
-            self._topology = Topology.of(self._server_info)
+            self._server_info = common_server_info(urls, timeout_s)
+            self._topology = EngineParallelSizes.of(self._server_info)
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
         `engines_offloaded`: whether the engines had released their weights. Such engines stay paused, because they have no
-        KV cache yet. Raises WeightMismatchError if an engine holds other weights than the folder has.
+        KV cache yet. Raises WeightMismatchError if an engine on CPUs holds other weights than the folder has. Engines on GPUs
+        are not checked.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()
@@ -102,7 +100,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, and check the loaded weights. Returns URL -> reason for each failed engine."""
+        """Have every engine load the folder, and compare its checksums with `expected`. Returns failed engines: URL -> reason."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))
@@ -143,7 +141,8 @@ class ExpectedChecksums:
     """The checksums that SGLang should report for all parameters of an engine, computed from whole tensors."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        """`dtype`: the dtype in which the engine computes. Some of its parameters have other dtypes, as `layout` says."""
+        self._layout, self._dtype = layout, str(dtype).removeprefix("torch.")
         ranks = range(layout.topology.tp)
         self._shapes = [layout.param_shapes(rank) for rank in ranks]
         self._shards: list[dict[str, list[EngineShard]]] = [{} for _ in ranks]  # by rank, by Hugging Face name
@@ -166,7 +165,8 @@ class ExpectedChecksums:
 
     def _add(self, rank: int, shard: EngineShard, tensor: Tensor) -> None:
         shape, incomplete = self._shapes[rank][shard.param], self._incomplete[rank]
-        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=self._dtype))
+        dtype = getattr(torch, self._layout.dtype_of(shard.param, self._dtype))
+        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=dtype))
         box = shard.box_in_param(shard.box)
         param[box.slices].copy_(tensor[shard.box.slices].view(box.sizes))
         self._missing[rank][shard.param] -= 1
@@ -176,10 +176,12 @@ class ExpectedChecksums:
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
         """Raise WeightMismatchError if the checksums in `reported`, by rank, differ from the expected checksums.
 
-        `engine` is the URL of the engine that reported them, for the error message.
+        The vision tower of an image model is not compared. `engine` is the URL of the engine that reported the checksums, for the
+        error message.
         """
         for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
-            wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
+            names = [name for name in expected | dict(actual) if not name.startswith(VISION_PREFIX)]
+            wrong = sorted(name for name in names if actual.get(name) != expected.get(name))
             if wrong:
                 raise WeightMismatchError(
                     f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. The "

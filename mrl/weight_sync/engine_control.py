@@ -41,12 +41,30 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+def adapter_name(version: int, push: int) -> str:
+    """Return a name for the LoRA adapters of weight version `version`. `push`: number that is larger for later pushes."""
+    return f"version_{version}_{push}"
+
+
+def adapter_version(name: str) -> int:
+    """Return the weight version of the adapters that `adapter_name` has named."""
+    return int(name.split("_")[1])
+
+
+def push_number(name: str) -> int:
+    """Return the number of the push that has loaded the adapters with this name."""
+    return int(name.split("_")[2])
+
+
 class EngineError(RuntimeError):
-    """An engine refused a request."""
+    """An engine refused a request, or did not finish it before its deadline."""
 
 
 class EngineControl:
-    """Typed requests to one server. Every request has a deadline. A refused request raises EngineError."""
+    """Typed requests to one server. Every request has a deadline.
+
+    A refused request raises EngineError. A request without an answer raises httpx.TransportError.
+    """
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         """Create a client for the server at `url`, which is http://host:port.
@@ -113,6 +131,34 @@ class EngineControl:
     def update_weights_from_disk(self, folder: str) -> None:
         """Have the engine load a Hugging Face folder that the engine can read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
+
+    def adapters(self) -> list[str]:
+        """Return the names of the loaded LoRA adapters."""
+        return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the LoRA adapters in a folder of PEFT in addition to the loaded ones. The engine must be able to read the folder.
+
+        Requests use the adapters if their field `lora_path` is `name`. The folder must exist until the adapters are unloaded,
+        because the engine maps its files into memory.
+        """
+        self._call("/load_lora_adapter", lora_name=name, lora_path=folder)
+
+    def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Wait until no request uses the LoRA adapters `name`, and unload them.
+
+        Raises EngineError if requests still use them after `timeout_s`. SGLang (0.5.23) then still waits, without a limit.
+        Meanwhile, it neither loads nor unloads other adapters.
+        """
+        path = "/unload_lora_adapter"
+        try:
+            answer = self._post(path, dict(lora_name=name), timeout_s)
+        except httpx.ReadTimeout:
+            raise EngineError(
+                f"{self.url} could not unload the LoRA adapters {name} within {timeout_s:.3g} s, because requests still use "
+                "them; set a larger weight_sync.timeout_s, or a smaller rollout.max_response_tokens."
+            ) from None
+        self._parse(path, answer)
 
     def set_weight_version(self, version: str) -> None:
         """Set the version of the weights that the engine serves."""
@@ -198,7 +244,8 @@ def _message(content: Any) -> str:
     if not isinstance(content, dict):
         return str(content)
     error = content.get("error")
-    return str(content.get("message") or (error.get("message") if isinstance(error, dict) else error) or content)
+    text = content.get("message") or content.get("error_message")  # answers about adapters have the second key
+    return str(text or (error.get("message") if isinstance(error, dict) else error) or content)
 
 
 def _first(value: Any) -> Any:

@@ -6,25 +6,28 @@ parameter. This module derives the shards of each rank from the table, without S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from models.architecture import Architecture, Family
+from models.architecture import EMBEDDING_WEIGHT, VISION_PREFIX, Architecture, Family
+from models.conversion.fp8_blocks import BLOCK, SCALE_DTYPE, SCALE_SUFFIX, VALUE_DTYPE, block_box, is_quantized
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the embedding and of the output layer, the same in a Hugging Face folder and in SGLang."""
-KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
-"""Suffixes of the Hugging Face tensors that are sharded by key/value heads."""
+"""SGLang's names of the embedding and of the output layer. A Hugging Face folder of a language model has the same names."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+"""Dtype of an SGLang parameter, without "torch." -> bytes per element."""
+KV_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Suffixes of parameters that an FP8 engine has for its KV cache. They are constants, and trainers do not send them."""
 
 
 @dataclass(frozen=True)
-class Topology:
+class EngineParallelSizes:
     """Parallel sizes of one engine."""
 
     tp: int = 1  # number of ranks
@@ -37,8 +40,8 @@ class Topology:
                 raise ValueError(f"sglang.{name}={size} does not divide rollout.engine_tp={self.tp}; use a divisor.")
 
     @classmethod
-    def of(cls, info: dict[str, Any]) -> Topology:
-        """Return the topology of a running engine; `info` is the engine's answer to /server_info.
+    def of(cls, info: dict[str, Any]) -> EngineParallelSizes:
+        """Return the parallel sizes of a running engine; `info` is the engine's answer to /server_info.
 
         The answer has one internal state for each data-parallel group.
         """
@@ -64,46 +67,78 @@ class EngineShard:
         return Box(starts, (1,) * stacked_dims + part.sizes)
 
 
-def check_heads(arch: Architecture, topology: Topology) -> None:
+def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
     """Raise ValueError if the model's attention heads cannot be divided evenly over the ranks of an engine."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-            "evenly; use a number of ranks that divides both."
+            "evenly; use a number of ranks that divides the query heads, and that divides the key/value heads or is a multiple "
+            "of them."
+        )
+    for name, count in arch.recurrent_heads.items():
+        if count % ranks:
+            raise ValueError(
+                f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {name}={count} evenly; use a number of ranks that "
+                "divides it."
+            )
+
+
+def check_expert_biases(arch: Architecture, topology: EngineParallelSizes) -> None:
+    """Raise ValueError if several engine ranks would share an expert whose down projection has a bias.
+
+    SGLang then sets the bias to zero on all but the first of these ranks.
+    """
+    ranks = topology.tp // topology.ep
+    if "moe_bias" in arch.parts and ranks > 1:
+        raise ValueError(
+            f"rollout.engine_tp={topology.tp} with sglang.ep_size={topology.ep}: {ranks} engine ranks would share each expert. "
+            "Only the first of them may add the bias of the down projection, but trainers send this bias to all ranks; set "
+            f"sglang.ep_size={topology.tp}, or weight_sync.transport=disk."
         )
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The shards of one model on every rank of an engine."""
+    """The shards of one model on every rank of an engine. The vision tower of an image model has no shards, and is not sent."""
 
     rows: Sequence[ParamMapping]  # the family's table, expanded to all layers and experts of the model
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
     # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that are fused into this parameter
     fusions: dict[str, tuple[str, ...]]
-    topology: Topology
+    topology: EngineParallelSizes
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
+    float32_suffixes: tuple[str, ...] = ()  # suffixes of SGLang parameters that are float32 in every engine
     output_copy: bool = False  # whether the engine stores a copy of the embedding as its output layer
+    block_scales: bool = False  # whether the engine stores matrices in FP8 with block scales
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
+    renames: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_renames
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
+    def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
         """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
         return cls(
-            family.param_mappings(arch),
+            [row for row in family.param_mappings(arch) if not row.megatron.startswith(VISION_PREFIX)],
             arch.sizes,
             family.fusions(arch),
             topology,
             arch.transformer["num_query_groups"],
             arch.num_experts,
+            family.engine_float32,
+            prefixes=family.engine_prefixes,
+            renames=family.engine_renames,
         )
 
     def with_output_copy(self) -> EngineLayout:
         """Return the layout of an engine that stores tied embeddings twice: as embedding and as output layer."""
         return replace(self, output_copy=True)
+
+    def with_block_scales(self) -> EngineLayout:
+        """Return the layout of an engine that stores matrices in FP8 with block scales."""
+        return replace(self, block_scales=True)
 
     @cached_property
     def row_of(self) -> dict[str, ParamMapping]:
@@ -128,6 +163,16 @@ class EngineLayout:
         return {name: self._engine_name(name) for name in self.row_of}
 
     def _engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
+        param, parts = self._fused_name(name)
+        for part, own in self.renames.items():
+            param = param.replace(part, own)
+        for prefix, own in self.prefixes.items():
+            if param.startswith(prefix):
+                return own + param.removeprefix(prefix), parts
+        return param, parts
+
+    def _fused_name(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Return what `engine_names` has for tensor `name`, but before the prefixes and renames of the family are applied."""
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:
@@ -151,6 +196,22 @@ class EngineLayout:
         """Return the shape of every parameter of rank `rank` that receives weights."""
         return self._param_shapes_by_rank[rank]
 
+    def dtype_of(self, param: str, dtype: str) -> str:
+        """Return the dtype of an SGLang parameter in an engine that computes in `dtype`. Dtypes are without "torch."."""
+        return SCALE_DTYPE if param.endswith(SCALE_SUFFIX) else self._fixed_dtypes.get(param, dtype)
+
+    @cached_property
+    def _fixed_dtypes(self) -> dict[str, str]:
+        """Parameter of SGLang -> its dtype, for the parameters whose dtype does not depend on the dtype of the engine."""
+        fixed: dict[str, str] = {}
+        for name, row in self.row_of.items():
+            param = self.engine_names[name][0]
+            if self.block_scales and is_quantized(row.megatron):
+                fixed[param] = VALUE_DTYPE
+            elif row.is_buffer or param.endswith(self.float32_suffixes):
+                fixed[param] = "float32"
+        return fixed
+
     @cached_property
     def _shards_by_rank(self) -> dict[int, tuple[EngineShard, ...]]:
         """Cache of `shards`, because deriving the shards of a model with many experts takes seconds."""
@@ -161,9 +222,14 @@ class EngineLayout:
         return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.topology.tp)]
 
     def _derive_shards(self, rank: int) -> list[EngineShard]:
-        shards = [shard for row in self.rows for name in row.hf if (shard := self._shard(name, rank))]
+        shards: list[EngineShard] = []
+        for name, row in self.row_of.items():
+            for shard in self._shards_of(name, rank):
+                shards.append(shard)
+                if self.block_scales and is_quantized(row.megatron):
+                    shards.append(self._scale_shard(shard))
         if self.output_copy:
-            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.name == EMBEDDING]
+            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.param == EMBEDDING]
         return shards
 
     def _derive_param_shapes(self, shards: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
@@ -173,26 +239,40 @@ class EngineLayout:
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
             # The last rows of a vocabulary may be padding, which no shard covers.
-            if isinstance(row := self.row_of[shard.name], VocabMapping):
+            if isinstance(row := self.row_of.get(shard.name), VocabMapping) and not row.whole_in_engine:
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
-    def _shard(self, name: str, rank: int) -> EngineShard | None:
-        """Return the shard of tensor `name` on rank `rank`, or None if the rank has other experts."""
+    def _shards_of(self, name: str, rank: int) -> list[EngineShard]:
+        """Return the shard of each section of tensor `name` on rank `rank`. The list is empty if the rank has other experts."""
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
-            return None
+            return []
         param, parts = self.engine_names[name]
-        rows_before = 0  # rows of the tensors that precede tensor `name` in a fused parameter
-        for part in parts:
-            if part == name:
-                break
-            rows_before += self._box(part, rank).sizes[0]
-        box = self._box(name, rank)
-        start = (rows_before, *(0,) * (len(box.sizes) - 1))
-        if row.expert is not None:
-            start = (row.expert % self._experts_per_group, *start)
-        return EngineShard(name, box, param, start)
+        expert = () if row.expert is None else (row.expert % self._experts_per_group,)
+        before = parts[: parts.index(name)]  # tensors that precede tensor `name` in a fused parameter
+        first_row, shards = sum(box.sizes[0] for part in before for box in self._boxes(part, rank)), []
+        for box in self._boxes(name, rank):
+            shards.append(EngineShard(name, box, param, (*expert, first_row, *(0,) * (len(box.sizes) - 1))))
+            first_row += box.sizes[0]
+        return shards
+
+    def _scale_shard(self, shard: EngineShard) -> EngineShard:
+        """Return the shard of the block scales of a matrix's shard. Raises ValueError if SGLang cannot store it in blocks."""
+        try:
+            box = block_box(shard.box, self._hf_shapes[shard.name])
+            rows_before, num_columns = shard.start[-2], shard.box.sizes[1]
+            if rows_before % BLOCK:
+                raise ValueError(f"{shard.param} has {rows_before} rows before this tensor, not a multiple of {BLOCK}")
+            if num_columns % BLOCK:  # SGLang quantizes activations in groups of this size
+                raise ValueError(f"an engine rank has {num_columns} columns, not a multiple of {BLOCK}")
+        except ValueError as error:
+            raise ValueError(
+                f"sglang.quantization=fp8 with rollout.engine_tp={self.topology.tp}: {shard.name} does not fit the blocks of "
+                f"{BLOCK} x {BLOCK} weights: {error}; use a smaller rollout.engine_tp or engines without quantization."
+            ) from None
+        start = (*shard.start[:-2], rows_before // BLOCK, 0)
+        return EngineShard(shard.name + SCALE_SUFFIX, box, shard.param + SCALE_SUFFIX, start)
 
     @property
     def _experts_per_group(self) -> int:
@@ -201,28 +281,33 @@ class EngineLayout:
     def _expert_group(self, rank: int) -> int:
         return rank // (self.topology.tp // self.topology.ep)
 
-    def _box(self, name: str, rank: int) -> Box:
-        """Return the part of the Hugging Face tensor `name` that rank `rank` holds."""
-        row, whole = self.row_of[name], Box.whole(self._hf_shapes[name])
+    def _boxes(self, name: str, rank: int) -> list[Box]:
+        """Return the part of each section of the Hugging Face tensor `name` that rank `rank` holds."""
+        row = self.row_of[name]
+        sections = row.sections(self.sizes)[name]
+        if row.axis is None or row.whole_in_engine:
+            return sections
         ranks = self._num_shards(row)
         rank %= ranks
-        if row.axis is None:
-            return whole
         if isinstance(row, VocabMapping):
             rows = self._padded_vocab_rows(name, ranks)
-            return whole.narrow(0, rank * rows, (rank + 1) * rows)
-        if name.endswith(KEY_VALUE_SUFFIXES) and ranks > self.kv_heads:  # several ranks then hold a copy of each head
-            rank, ranks = rank // (ranks // self.kv_heads), self.kv_heads
-        size = whole.sizes[row.axis]
-        if size % ranks:
-            raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
-        return whole.narrow(row.axis, rank * (size // ranks), (rank + 1) * (size // ranks))
+            return [section.narrow(0, rank * rows, (rank + 1) * rows) for section in sections]
+        boxes = []
+        for index, section in enumerate(sections, start=row.first_section(name)):
+            part, parts = rank, ranks
+            is_key_or_value = row.shapes[index][row.axis] == "kv"
+            if is_key_or_value and ranks > self.kv_heads:  # several ranks then hold a copy of each head
+                part, parts = rank // (ranks // self.kv_heads), self.kv_heads
+            if (size := section.sizes[row.axis]) % parts:
+                raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
+            boxes.append(row.rank_box(section, part, parts))
+        return boxes
 
     def _num_shards(self, row: ParamMapping) -> int:
-        """Return the number of ranks over which the tensors of this row are sharded."""
+        """Return the number of ranks over which the tensors of this row are sharded. The embedding is sharded like attention."""
         if row.expert is not None:
             return self.topology.tp // self.topology.ep
-        in_attention = ".self_attention." in row.megatron or row.hf == (EMBEDDING,)
+        in_attention = ".self_attention." in row.megatron or row.megatron == EMBEDDING_WEIGHT
         return self.topology.tp // self.topology.dp if in_attention else self.topology.tp
 
     def _padded_vocab_rows(self, name: str, ranks: int) -> int:
@@ -237,22 +322,40 @@ class EngineLayout:
 def check_engine_parameters(
     layout: EngineLayout, tp_rank: int, parameters: dict[str, tuple[tuple[int, ...], str]], engine_rank: str
 ) -> None:
-    """Raise ValueError if the names or shapes of an engine rank's parameters differ from the layout.
+    """Raise ValueError if names, shapes or dtypes of an engine rank's parameters differ from the layout.
 
-    `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. `engine_rank` names this
-    rank in the error message.
+    `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. Parameters of a vision tower
+    are not compared. The dtype of the embedding is the dtype in which the engine computes. `engine_rank` names this rank in the
+    error message.
     """
-    expected = layout.param_shapes(tp_rank)
-    reported = {name: tuple(shape) for name, (shape, _) in parameters.items()}
-    problems = [f"{name} {list(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
-    problems += [f"{name} {list(expected[name])} is missing" for name in expected.keys() - reported.keys()]
+    shapes = layout.param_shapes(tp_rank)
+    engine_dtype = parameters[EMBEDDING][1] if EMBEDDING in parameters else ""
+    expected = {name: (shape, layout.dtype_of(name, engine_dtype)) for name, shape in shapes.items()}
+    not_sent = KV_CACHE_SCALES if layout.block_scales else ()
+    reported = {
+        name: (tuple(shape), dtype)
+        for name, (shape, dtype) in parameters.items()
+        if not name.startswith(VISION_PREFIX) and not name.endswith(not_sent)
+    }
+    problems = [f"{name} {_describe(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
+    problems += [f"{name} {_describe(expected[name])} is missing" for name in expected.keys() - reported.keys()]
     problems += [
-        f"{name} is {list(reported[name])}, the table says {list(expected[name])}"
+        f"{name} is {_describe(reported[name])}, the table says {_describe(expected[name])}"
         for name in expected.keys() & reported.keys()
         if expected[name] != reported[name]
     ]
     if problems:
+        remedy = (
+            "Choose kernels that keep the form of the checkpoint, such as sglang.fp8_gemm_runner_backend=triton."
+            if layout.block_scales
+            else "Use weight_sync.transport=disk, which needs no table."
+        )
         raise ValueError(
             f"{engine_rank} stores {len(problems)} parameters differently from the family's table: "
-            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent. Use weight_sync.transport=disk, which needs no table."
+            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent. {remedy}"
         )
+
+
+def _describe(parameter: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = parameter
+    return f"{list(shape)} {dtype}".rstrip()

@@ -4,8 +4,8 @@ SGLang calls `handle_message` as a custom weight loader. The engine is started w
 WEIGHT_LOADER is the import path of `handle_message` (mrl/weight_sync/engine_control.py). A request to
 /update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a message to every tensor-parallel rank.
 
-No exception leaves this module, because it would end the SGLang server. Failures and results are reported on the control
-channel. There is one session at a time; a new session replaces the last one.
+No exception leaves this module, because an exception would end the SGLang server. Failures and results are reported on the
+control channel. There is one session at a time; a new session replaces the last one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.conversion.fp8_blocks import VALUE_DTYPE
 from models.conversion.hf_reader import HFWeights
 from mrl.weight_sync.control_channel import (
     NO_PUSH,
@@ -37,6 +38,7 @@ from mrl.weight_sync.control_channel import (
     receipt_key,
     receiver_plan_key,
 )
+from mrl.weight_sync.engine_layout import KV_CACHE_SCALES
 from mrl.weight_sync.sender import BucketHeader, checksums, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, ProcessLocation, TensorChunk
 from mrl.weight_sync.transports import (
@@ -138,7 +140,7 @@ def misplaced_chunks(
     family's table says. Names and shapes alone would not show this: a gate projection and an up projection have the same shape.
 
     Only the first and the last chunk of each kind of tensor are compared. Tensors are of one kind if their names differ only
-    in the indices of layer and expert.
+    in the indices of layer and expert. Chunks in FP8 are not compared.
     """
     first_and_last: dict[str, list[tuple[TensorChunk, Destination]]] = {}
     for bucket, destinations in buckets:
@@ -150,7 +152,9 @@ def misplaced_chunks(
         f"{chunk} in {destination.param}"
         for first_last in first_and_last.values()
         for chunk, destination in first_last
-        if chunk.name in weights and not _equals_file(weights, chunk, _view(parameters, destination))
+        if chunk.name in weights
+        and chunk.dtype != VALUE_DTYPE
+        and not _equals_file(weights, chunk, _view(parameters, destination))
     ]
 
 
@@ -204,6 +208,9 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
                 torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
         session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
+    for name, parameter in parameters.items():
+        if name.endswith(KV_CACHE_SCALES):
+            parameter.fill_(1.0)  # an offload discards this constant
     post_load_weights(model)  # some models compute further tensors from their weights
     with spans.span("verify weights", "weight_sync"):
         wrong = _wrong_chunks(session, parameters)

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from models.conversion.fp8_blocks import SCALE_SUFFIX, quantized_shapes, quantizing_reader
 from models.conversion.mapping import ParamMapping
 from mrl.config.process_schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
@@ -32,9 +33,9 @@ from mrl.weight_sync.control_channel import (
     receiver_plan_key,
     sender_plan_key,
 )
-from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.coordinator import Coordinator, common_server_info
+from mrl.weight_sync.engine_control import WeightMismatchError, WeightSyncError
+from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, EngineParallelSizes, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
 from mrl.weight_sync.transfer_plan import (
@@ -66,7 +67,7 @@ logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
 """A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
 
-LayoutOf = Callable[[Topology], EngineLayout]
+LayoutOf = Callable[[EngineParallelSizes], EngineLayout]
 """Function that returns the layout of an engine with a given topology."""
 
 
@@ -113,6 +114,8 @@ class LiveSync:
         self._ranks, self._coordinator = opener.ranks, opener.coordinator
         self.sender = part.sender(channel, self.send_endpoint, settings.delta)
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
+        # Name of each matrix that is sent in FP8 with block scales -> its shape
+        self._quantized = quantized_shapes(weights.rows, weights.sizes) if part.block_scales else {}
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -123,8 +126,9 @@ class LiveSync:
         and the engines stay paused, because they have no KV cache yet.
 
         The report says what this rank sent and which engines failed. Failed engines are out of service. If there are any, the
-        caller must open a new session with the other engines and with replacements of the failed engines. Raises
-        WeightMismatchError on all ranks if an engine holds wrong weights after a push of all weights.
+        caller must open a new session with the other engines and with replacements of the failed engines. If an engine holds
+        wrong weights after a push of all weights, all ranks raise WeightMismatchError. After a push of a difference, the report
+        has `must_repeat` instead.
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
@@ -132,7 +136,7 @@ class LiveSync:
         with span("begin push", "weight_sync", version=version):
             push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
         begun = time.perf_counter()
-        stats = self.sender.send_all(push, self._weights.reader(), full=base is None)
+        stats = self.sender.send_all(push, self._reader(), full=base is None)
         sent = time.perf_counter()
         with span("finish push", "weight_sync", version=version):
             failed, must_repeat = self._ranks.on_rank_0(
@@ -150,6 +154,10 @@ class LiveSync:
             failed=failed,
             must_repeat=must_repeat,
         )
+
+    def _reader(self) -> ReadTensor:
+        read = self._weights.reader()
+        return quantizing_reader(read, self._quantized) if self._quantized else read
 
     def _begin_push(self, version: int, base: str | None) -> str:
         """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
@@ -232,7 +240,7 @@ class _SessionInfo:
     """A session that rank 0 has begun with all engines."""
 
     connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
-    topology: Topology
+    topology: EngineParallelSizes
     infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
 
 
@@ -243,6 +251,7 @@ class _SenderPart:
     buckets: list[Bucket]  # buckets that this rank puts into its slots, in order
     # One relay step for each bucket. None: there are no relays, and this rank sends its buckets directly to the receivers
     steps: list[RelayStep] | None = None
+    block_scales: bool = False  # whether matrices are sent in FP8 with block scales
 
     def sender(self, channel: ControlChannel, send_endpoint: SendEndpoint, delta: bool) -> BucketSender:
         """Return the object that sends the buckets."""
@@ -297,7 +306,7 @@ class _SessionOpener:
 
     def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
-        topology = self._common_topology()
+        topology = EngineParallelSizes.of(common_server_info(self.urls, self.settings.timeout_s))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
@@ -307,27 +316,6 @@ class _SessionOpener:
         self.stack.callback(self.coordinator.close)
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
         return _SessionInfo(connection, topology, infos)
-
-    def _common_topology(self) -> Topology:
-        """Return the topology of all engines.
-
-        Raises WeightSyncError if an engine does not answer, and ValueError if the engines have different topologies.
-        """
-        infos, unreachable = [], {}
-        for url in self.urls:
-            try:
-                with EngineControl(url, self.settings.timeout_s) as engine:
-                    infos.append(engine.server_info())
-            except Exception as error:  # a dead engine can fail in any way; all unreachable engines are reported below
-                unreachable[url] = f"{type(error).__name__}: {error}"
-        if unreachable:
-            raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
-        kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
-        if len(kinds) != 1:
-            raise ValueError(
-                f"engines must have the same device, dtype and topology, got {kinds} from {list(self.urls)}."
-            )
-        return kinds.pop()[2]
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
@@ -356,6 +344,7 @@ class _SessionOpener:
         infos, tp = self.session.infos, self.session.topology.tp
         parameters, layout = infos[0].parameters, layout_of(self.session.topology)
         layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
+        layout = layout.with_block_scales() if any(name.endswith(SCALE_SUFFIX) for name in parameters) else layout
         for rank, info in infos.items():
             check_engine_parameters(layout, rank % tp, info.parameters, f"engine rank {rank}")
         weights = self.weights
@@ -367,7 +356,7 @@ class _SessionOpener:
         transport = choose_transport(self.settings.transport, locations, receivers)
         by_sender, by_receiver = _divide_plan(plan, locations, receivers, relayed=transport is Transport.cuda_ipc)
         for rank, part in enumerate(by_sender):
-            channel.put(sender_plan_key(rank), part)
+            channel.put(sender_plan_key(rank), replace(part, block_scales=layout.block_scales))
         for rank, buckets in enumerate(by_receiver):
             channel.put(receiver_plan_key(rank), buckets)
         self.coordinator.check_plan()

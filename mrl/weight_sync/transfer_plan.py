@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from models.architecture import VISION_PREFIX
+from models.conversion.fp8_blocks import SCALE_SUFFIX, block_box, quantized_shapes
 from models.conversion.mapping import Box, ParamMapping
 from mrl.config.process_schema import Transport
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
@@ -158,13 +160,36 @@ def trainer_shards(
         stage, group = stage_of(row.megatron), None
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
-        for name, boxes in row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
-            indices = range(len(boxes)) if len(boxes) > 1 else [-1]
+        ranks = row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp)
+        for name, boxes_of in ranks.items():
+            indices = range(len(boxes_of)) if len(boxes_of) > 1 else [-1]
             shards[name] = [
                 TrainerShard(box, ranks_of[stage, group, index])
-                for box, index in zip(boxes, indices, strict=True)
+                for boxes, index in zip(boxes_of, indices, strict=True)
+                for box in boxes
                 if box.numel
             ]
+    return shards
+
+
+def scale_shards(
+    trainer: Mapping[str, Sequence[TrainerShard]], rows: Iterable[ParamMapping], sizes: dict[str, int]
+) -> dict[str, list[TrainerShard]]:
+    """Return the shards of the block scales of all quantized matrices, by name. A rank can compute the scales of its weights.
+
+    Raises ValueError if the trainer's layout splits a block (models/conversion/fp8_blocks.py).
+    """
+    shards: dict[str, list[TrainerShard]] = {}
+    for name, shape in quantized_shapes(rows, sizes).items():
+        try:
+            boxes = [block_box(shard.box, shape) for shard in trainer[name]]
+        except ValueError as error:
+            raise ValueError(
+                f"sglang.quantization=fp8: a rank of the actor has a part of {name} whose {error}; use a smaller "
+                "parallel.tp (parallel.etp for experts) or engines without quantization."
+            ) from None
+        pairs = zip(boxes, trainer[name], strict=True)
+        shards[name + SCALE_SUFFIX] = [TrainerShard(box, shard.ranks) for box, shard in pairs]
     return shards
 
 
@@ -178,7 +203,7 @@ def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str],
     def stage_of(name: str) -> int:
         if name.startswith("decoder.layers."):
             return int(name.split(".")[2]) // layers_per_virtual_stage % dims.pp
-        return 0 if name.startswith("embedding.") else dims.pp - 1
+        return 0 if name.startswith(("embedding.", VISION_PREFIX)) else dims.pp - 1
 
     return stage_of
 
@@ -196,6 +221,8 @@ def compile_transfer_plan(
     chunk, the chunk is assigned to the rank among them that has the fewest bytes to send so far. A bucket has at most
     `bucket_bytes`. Chunks are smaller than this limit if larger chunks could not be balanced over the senders.
     """
+    if layout.block_scales:
+        trainer = {**trainer, **scale_shards(trainer, layout.rows, layout.sizes)}
     tp = layout.topology.tp
     engine = tuple(layout.shards(rank) for rank in range(tp))
     min_bytes = sum(shard.box.numel * dtype_of(shard.param)[1] for shards in engine for shard in shards)
@@ -274,7 +301,8 @@ def choose_transport(
 
     If every engine rank shares its GPU with a trainer rank, `auto` becomes CUDA IPC, on any number of machines. If all ranks
     are on the CPUs of one machine, `auto` becomes shared memory. Otherwise, `auto` becomes a process group. Raises ValueError
-    if the requested transport cannot work. mrl.controller.plan_models passes planned locations, before the run starts.
+    if the requested transport cannot work, or if only some engine ranks share their GPUs with trainer ranks.
+    mrl.controller.plan_models passes planned locations, before the run starts.
     """
     transport = Transport(requested)
     num_hosts = len({host for host, _ in [*senders, *receivers]})

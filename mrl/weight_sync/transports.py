@@ -45,7 +45,7 @@ NCCL_TIMEOUT_FACTOR = 24
 
 NCCL_GROUP_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 0: torch's watchdog reports an error, but does not end the process
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog blocks sends of the group while it waits for a dump
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # 1 ms: while the watchdog waits for a dump, sends of the group are blocked
 }
 """Variables that torch (2.14) reads when it creates a group. With them, an engine that dies ends no trainer rank.
 
@@ -108,7 +108,7 @@ class SharedMemorySendEndpoint:
         self.path = SHARED_MEMORY / f"mrl-weights-{os.getpid()}-{uuid.uuid4().hex}"
         self.slot_bytes = slot_bytes
         try:
-            with self.path.open("xb") as file:  # not sparse: a later write could fail with SIGBUS
+            with self.path.open("xb") as file:  # in a sparse file, a later write could fail with SIGBUS
                 os.posix_fallocate(file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes))
             self.slots = _map_slots(self.path, slot_bytes)
         except OSError as error:

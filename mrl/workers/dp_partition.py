@@ -62,7 +62,7 @@ def partition_step(
 ) -> StepPartition:
     """Assign every trained row of a mini-batch to one replica and one micro-batch.
 
-    `weighting` computes the loss weights, which are normalized over the whole mini-batch.
+    `weighting` computes the token weights, which are normalized over the whole mini-batch.
     """
     weights = _loss_weights(batch, weighting)
     shared, groups = packing.share_prompts and batch.groups is not None, _groups(batch)
@@ -75,7 +75,7 @@ def partition_step(
         units,
         dims.dp,
         packing.max_tokens,
-        equal_counts=dims.lockstep,
+        equal_counts=dims.equal_micro_batch_counts,
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
     step_tokens = max(1, sum(unit.tokens for unit in units))
@@ -84,14 +84,14 @@ def partition_step(
 
 
 def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
-    """Return [B]: for each row, the loss weight of each of its sampled tokens in an optimizer step; 0 for untrained rows."""
+    """Return [B]: for each row, the token weight of its sampled tokens in an optimizer step; 0 for untrained rows."""
     weights = _loss_weights(batch, weighting)
     weights[np.setdiff1d(batch.denominator_rows, batch.rows)] = 0.0
     return weights
 
 
 def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
-    """Return [B]: for each row, the loss weight of each of its sampled tokens. The loss is normalized over `denominator_rows`.
+    """Return [B]: for each row, the token weight of its sampled tokens. The loss is normalized over `denominator_rows`.
 
     A row that occurs n times in `denominator_rows` gets the total weight of n rows. If the row occurs several times in `rows`,
     each occurrence gets an equal part of this weight.

@@ -24,6 +24,7 @@ from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.parity_trace import forward_outputs
 from mrl.workers.trace_comparison import TensorFile
+from parallel.megatron_layers import rms_norm
 
 Arrays = dict[str, NDArray]
 
@@ -35,9 +36,10 @@ def trace_forward(
     temperature: float,
     engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:
-    """Return (place -> [S, n] for the S tokens of the block, row -> log-probabilities of its sampled tokens).
+    """Return (place -> tensor [S, n], row -> log-probabilities of its sampled tokens).
 
-    The place `last_logits` [B, V] has the logits at the last token of each row.
+    A tensor has n numbers for each of the S tokens of the block. The place `last_logits` [B, V] has the logits at the last token
+    of each row.
 
     `engine_routing` has the engine's routing weights [S, experts] at the places `layers.N.routing`. The experts then compute with
     these weights, and not with the router's own ones. So a token that round-off routes to other experts still has the same hidden
@@ -92,9 +94,8 @@ class ForwardTrace:
         gpt, handles = self._gpt, []
 
         def after(module: torch.nn.Module | None, record: Callable[[Any, tuple, Any], Any]) -> None:
-            if (
-                module is not None
-            ):  # torch replaces the output of the module with the result of `record`, unless it is None
+            if module is not None:
+                # torch replaces the output of the module with the result of `record`, unless this result is None
                 handles.append(
                     module.register_forward_hook(
                         lambda module, args, kwargs, output: record(module, (*args, *kwargs.values()), output),
@@ -141,7 +142,7 @@ class ForwardTrace:
                 after(attention.q_layernorm, self._output(f"{prefix}normed_query"))
                 after(attention.k_layernorm, self._output(f"{prefix}normed_key"))
             after(attention.core_attention, self._rotated(prefix, 0))
-        else:
+        elif hasattr(attention, "linear_kv_down_proj"):
             self._hook_latent_attention(layer, prefix, after)
         after(attention.linear_proj, self._both(f"{prefix}attention", f"{prefix}attention_output"))
         if hasattr(mlp, "router"):
@@ -201,7 +202,10 @@ class ForwardTrace:
             self._record(f"{prefix}attention_norm", _fused_norm(module, args[0]))
             fused = _with_bias(output)
             heads = fused.reshape(len(self._tokens[-1]), groups, -1, d)
-            for name, part in (("query", heads[:, :, :-2]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
+            queries = (heads.size(2) - 2) // (
+                2 if attention.config.attention_output_gate else 1
+            )  # gates follow queries
+            for name, part in (("query", heads[:, :, :queries]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
                 self._record(f"{prefix}{name}", part)
 
         return record
@@ -267,13 +271,18 @@ def _with_bias(output: Any) -> Tensor:
 
 
 def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it."""
+    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it.
+
+    Return the input if the module has no norm.
+    """
+    if not hasattr(module, "layer_norm_weight"):
+        return hidden
     eps = getattr(module, "eps", None) or module.config.layernorm_epsilon
-    return F.rms_norm(hidden, hidden.shape[-1:], module.layer_norm_weight, eps)
+    return rms_norm(hidden, module.layer_norm_weight, eps, module.config.layernorm_zero_centered_gamma)
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:
-    """Return the last `width` components. As in Megatron, the first components of all pairs precede the second components."""
+    """Return the last `width` components of each head in Megatron's order: the first ones of all pairs, then the second ones."""
     pairs = heads[..., -width:]
     return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
 

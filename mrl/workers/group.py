@@ -40,8 +40,8 @@ class StepRecording:
 
     timeline: bool = False  # the spans of every rank and step
     profile_steps: Sequence[int] = ()  # steps that torch.profiler profiles; the first step is 1
-    profile_ranks: Sequence[int] = ()
-    profile_memory: bool = False
+    profile_ranks: Sequence[int] = ()  # ranks that torch.profiler profiles
+    profile_memory: bool = False  # whether profiles also record the allocation of memory
 
     def of_rank(self, rank: int, step: int) -> tuple[bool, bool, bool]:
         """Return the arguments of TrainWorker.begin_step that follow `step`."""
@@ -139,7 +139,7 @@ class WorkerGroup:
             self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (ValueError, RuntimeError)):
-                raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
+                raise StartError(f"the trainer ranks cannot build the model: {error.cause}") from error
             raise
 
     def restart(self) -> None:
@@ -207,9 +207,10 @@ class WorkerGroup:
     ) -> PendingCall[list[Any]]:
         """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
-        Every rank receives the batches of all replicas, as one list behind a handle. All batches refer to the same arrays, with
-        one value for each response, so the list is little larger than one batch. If the method needs the model on its devices,
-        `before_device_use` first waits for running calls of other models on these devices, and offloads these models.
+        If the method takes batches, every rank receives the batches of all replicas, as one list behind a handle. All batches
+        refer to the same arrays, with one value for each response, so the list is little larger than one batch. If the method
+        needs the model on its devices, `before_device_use` first waits for running calls of other models on these devices,
+        offloads these models, and loads this model.
         """
         name = method.__name__
         if must_be_loaded_first(method):
@@ -335,13 +336,13 @@ class WorkerGroup:
     # Checkpoints, see mrl.checkpoint.saver. Each rank itself checks the deadline of a checkpoint.
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of the model's state and start to write it into `folder`."""
+        """Take a snapshot of the model's state and start to write it into `folder`. If not `asynchronous`, wait for the write."""
         deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
-    def save_finished(self) -> bool:
-        """Return whether every rank has written its part."""
-        return all(self.call(TrainWorker.save_finished))
+    def save_has_ended(self) -> bool:
+        """Return whether every rank has written its part, or has failed to write it."""
+        return all(self.call(TrainWorker.save_has_ended))
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. Raises the error of a rank that failed."""

@@ -1,7 +1,8 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
 MegatronActor, MegatronCritic and MegatronRewardModel derive from MegatronModel, and add the head and the loss.
-mrl.core.types explains the letter R in array dimensions, and MicroBatch (mrl.workers.micro_batch) explains `local R`.
+In array dimensions, R is the number of sampled tokens (see mrl.core.types). MicroBatch (mrl.workers.micro_batch) explains
+`local R`.
 """
 
 import math
@@ -20,15 +21,20 @@ from torch import Tensor
 from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
+from models.conversion.peft_folder import ADAPTER_FOLDER, on_host, write_peft
 from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.model_builder import HeadKind, build_model
+from models.image_model import tower_parameters
+from models.lora import add_adapters
+from models.megatron_overrides import FP8_MULTIPLE
+from models.model_builder import HeadKind, build_model, uses_packed_attention
 from mrl.algorithms.objective import Objective
-from mrl.config.process_schema import Transport, WeightSyncConfig
+from mrl.config.process_schema import LoraSync, Transport, WeightSyncConfig
+from mrl.core.code_locations import describe_plug_in
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
-from mrl.core.user_code import describe_plug_in
+from mrl.weight_sync.adapter_sync import AdapterSync
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
@@ -41,33 +47,37 @@ from parallel.device import capabilities, device
 from parallel.offload import ModelOffloader, WeightsOnHost
 from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
 from parallel.packing import pack
-from parallel.schedule import LossFunction, OutputHead, run_forward_backward
+from parallel.pipeline_schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.spans import span
 from parallel.trainer_config import OffloadLevel, OptimConfig
-
-FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
-    sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
+    sums: dict[str, Tensor]  # summed over micro-batches, then by the driver over data- and context-parallel ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # maximum over micro-batches, then over ranks by the driver
 
 
 NONFINITE = "nonfinite"
 """Name of the sum that counts the tokens whose loss is not finite although the model's output is finite."""
 
 
-def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss: str) -> str:
-    """Return a sentence for the error if a gradient is not finite because of the loss, otherwise "". All ranks call this."""
+def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss_name: str) -> str:
+    """If the loss is the reason why a gradient is not finite, return a sentence for the error message, otherwise "".
+
+    All ranks call this.
+    """
     own = sum(micro.sums[NONFINITE].item() for micro in statistics)
     counts: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, own, group=object_group())
     if not any(counts):
         return ""
-    return f"The loss of at least {max(counts):.0f} sampled tokens is not finite, although the output of the model is ({loss})."
+    return (
+        f"The loss ({loss_name}) of at least {max(counts):.0f} sampled tokens is not finite, although the model's output is "
+        "finite."
+    )
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
@@ -85,21 +95,27 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 class MegatronModel:
     """Base class of actor, critic and reward model. Initialize torch.distributed and parallel.groups first."""
 
-    grad_norm: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
-    loss_key: ClassVar[str] = "sft.objective"  # errors name this config key for a loss that is not an Objective
+    grad_norm_key: ClassVar[str] = "optim/grad_norm"  # name of the gradient norm in the reports of optimizer steps
+    loss_key: ClassVar[str] = "sft.objective"  # config key of a loss that is not an Objective, for error messages
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
         self.hf = HFConfig.load(spec.model_path, spec.family)
-        self.vocab_size = family_of(self.hf).read(self.hf).vocab_size
+        self.arch = family_of(self.hf).read(self.hf)
+        self.vocab_size = self.arch.vocab_size
         options = dict(head=head, share_prompts=spec.share_prompts)
         chunks = build_model(self.hf, spec.dims, getattr(torch, spec.dtype), **options, **spec.overrides)
         chunks = [chunk.to(device()) for chunk in chunks]
-        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head)
+        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head, spec.train_vision)
         self.bridge.load(HFWeights(spec.model_path))
+        # bridge between the adapters and PEFT's tensors; None: all weights are trained
+        self.adapters = add_adapters(chunks, self.bridge, spec.lora, spec.seed) if spec.lora else None
         if spec.optimizer is None:
             for chunk in chunks:
                 chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
+        elif not spec.train_vision:
+            for parameter in tower_parameters(chunks):
+                parameter.requires_grad_(False)
         overlap = capabilities().cuda if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce
         self.chunks = wrap_ddp(chunks, overlap, spec.ddp)
         if spec.optimizer is not None:
@@ -115,8 +131,8 @@ class MegatronModel:
             cp_size=spec.dims.cp,
             multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
             * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
-            cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
-            in_order=supports_varlen(device(), getattr(torch, spec.dtype)),
+            cu_seqlens=not uses_packed_attention(self.arch, spec.share_prompts),
+            chunks_in_token_order=supports_varlen(device(), getattr(torch, spec.dtype)),
         )
 
     # Forward and backward passes.
@@ -124,7 +140,8 @@ class MegatronModel:
     def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
         """Build this rank's part of each micro-batch in `batch`."""
         reduce = partial(all_reduce_sum, group=groups.cp_group())
-        return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
+        vision = self.arch.vision
+        return [MicroBatch.build(block, rows, batch, self._pack, reduce, vision) for rows in batch.micro_batches]
 
     def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
@@ -221,11 +238,14 @@ class MegatronModel:
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
             grad_norm = self.optimizer_step(lr, index, statistics, source)
             seconds = time.perf_counter() - start
-            reports.append(reduce_statistics(statistics, {self.grad_norm: grad_norm, "seconds": seconds}))
+            reports.append(reduce_statistics(statistics, {self.grad_norm_key: grad_norm, "seconds": seconds}))
         return reports
 
     def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
-        """Compute the loss of this replica's rows without gradients. Returns the statistics that `update` returns for a step."""
+        """Compute the loss of this replica's rows without gradients.
+
+        Returns the statistics of `update` without gradient norm and time.
+        """
         for chunk in self.chunks:
             chunk.eval()
         head, loss_function = self.head_and_loss(loss, temperature)
@@ -236,12 +256,12 @@ class MegatronModel:
         return reduce_statistics(statistics, {})
 
     def optimizer_step(
-        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss: str = ""
+        self, lr: float, mini_batch: int = 0, statistics: Sequence[MicroBatchStatistics] = (), loss_name: str = ""
     ) -> float:
         """Apply the accumulated gradients, and return their norm before clipping.
 
         If the norm is not finite, the weights stay unchanged, and all ranks raise NonFiniteGradientError with the index
-        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss`, the name of the loss.
+        `mini_batch`. If `statistics` show that the loss is the cause, the error also contains `loss_name`.
         """
         with span("optimizer step"):
             set_learning_rate(self.optimizer, lr)
@@ -249,7 +269,7 @@ class MegatronModel:
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
-                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss))
+                raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)
@@ -295,6 +315,7 @@ class MegatronModel:
             self._own_weights.load()
 
     def _weights(self) -> Iterator[Tensor]:
+        """Yield this rank's parameters and buffers. Only tests use this method."""
         for chunk in self.chunks:
             yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
 
@@ -313,23 +334,26 @@ class MegatronModel:
         return self.bridge.export()
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients as pairs (name of the Hugging Face tensor, whole gradient).
+        """Yield the gradients of all trained tensors as pairs (name of the Hugging Face tensor, whole gradient).
 
-        Call `accumulate_gradients(all_reduce=True)` first. All ranks with `participates_in_export` must iterate to the end.
+        With LoRA, these are the adapters, by the names of PEFT. Call `accumulate_gradients(all_reduce=True)` first. All ranks
+        with `participates_in_export` must iterate to the end.
         """
-        return self.bridge.export(_gradient, torch.float32)
+        return (self.adapters or self.bridge).export(_gradient, torch.float32)
 
     @property
     def participates_in_export(self) -> bool:
         """Whether this rank must iterate over `export` and `export_gradients` together with rank 0."""
         return self.bridge.participates_in_export(torch.distributed.get_rank())
 
-    def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all tensors, and call `consume` with them on rank 0. All ranks call this.
+    def consume_on_rank_0[T](
+        self, consume: Callable[[NamedTensors], T], export: Callable[[], NamedTensors] | None = None
+    ) -> T | None:
+        """Gather all tensors that `export` yields, and call `consume` with them on rank 0. All ranks call this.
 
-        Rank 0 returns the result of `consume`, the other ranks None.
+        Rank 0 returns the result of `consume`, the other ranks None. The default of `export` is the method `export`.
         """
-        tensors = self.export() if self.participates_in_export else iter(())
+        tensors = iter((export or self.export)() if self.participates_in_export else ())
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
@@ -338,16 +362,38 @@ class MegatronModel:
             for _ in tensors:
                 pass
 
-    def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer. `notes`: name of a further file -> text."""
-        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
+    def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
+        """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text.
 
-    def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
+        With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        """
+        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, extra_files))
+        if self.adapters is not None:
+            self.export_adapters(Path(folder) / ADAPTER_FOLDER)
+
+    def export_adapters(self, folder: str | Path) -> None:
+        """Write the adapters as a PEFT folder, which must not exist. All ranks call this."""
+        lora, adapters = self.spec.lora, self.adapters
+        assert lora is not None and adapters is not None, "the model has no adapters"
+        self.consume_on_rank_0(
+            lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
+        )
+
+    def write_hf(self, tensors: NamedTensors, folder: str | Path, extra_files: dict[str, str] | None = None) -> None:
         """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.exported_config, folder, notes or {})
+        write_export(tensors, self.exported_config, folder, extra_files or {})
 
-    def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
-        """Open a weight sync session with these engines. All ranks call this. Only the disk transport writes to `folder`."""
+    def connect_engines(
+        self, urls: list[str], settings: WeightSyncConfig, folder: str
+    ) -> LiveSync | DiskSync | AdapterSync:
+        """Open a weight sync session with these engines. All ranks call this. Live weight sync does not use `folder`."""
+        if settings.lora == LoraSync.adapter:
+            lora, adapters = self.spec.lora, self.adapters
+            assert lora is not None and adapters is not None, (
+                "the plan refuses weight_sync.lora=adapter without lora.rank"
+            )
+            gather = partial(self.consume_on_rank_0, export=adapters.export)
+            return AdapterSync(urls, Path(folder), gather, lora, self.spec.model_path, settings.timeout_s)
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
@@ -371,16 +417,16 @@ class MegatronModel:
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start to write a checkpoint into `folder`. Call `finish_save` before the next `begin_save`.
+        """Start to write a checkpoint into `folder`. Call `finish_save` or `abandon_save` before the next `begin_save`.
 
         If `asynchronous` is true, training may continue during the write. If a rank fails, all ranks raise CheckpointSaveError.
         """
-        assert self._save is None, "finish_save() comes first"
+        assert self._save is None, "finish_save() or abandon_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether this rank has written its part, or has failed to write it. This does not wait for other ranks."""
-        return self._save is None or self._save.is_written()
+        return self._save is None or self._save.writer_has_ended()
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. The folder is then a complete checkpoint on the disk.
@@ -412,7 +458,7 @@ class MegatronModel:
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, which may have been written under any layout.
 
-        The optimizer's master weights are set to the loaded weights.
+        The optimizer's main weights are set to the loaded weights.
         """
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.reload_model_params()

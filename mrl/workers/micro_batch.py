@@ -7,9 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.architecture import VisionTower
 from mrl.algorithms.inputs import Responses
 from mrl.core.types import RankBatch, TeacherOutputs, TokenBlock
 from parallel.device import copy_to_device
+from parallel.image_packing import SequenceImages
 from parallel.packing import PackedSequences, Segment
 
 Ints = NDArray[np.int64]
@@ -36,7 +38,7 @@ class MicroBatch:
     predictor_index: Tensor  # [local R] which of the L tokens predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]
-    weights: Tensor  # [local R] float64; loss weight of each sampled token
+    weights: Tensor  # [local R] float64; token weight of each sampled token
     local_sampled: Tensor  # [local R] which of the R sampled tokens this rank predicts
     num_sampled: int  # R
     responses: Responses  # the responses to which the sampled tokens belong
@@ -53,17 +55,21 @@ class MicroBatch:
         batch: RankBatch,
         pack: Callable[[list[Segment]], PackedSequences],
         sum_over_ranks: Callable[[Tensor], Tensor] = Responses.sum_over_ranks,
+        vision: VisionTower | None = None,
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
         `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` takes the
         segments of a pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over
-        the context-parallel ranks, see `Responses`.
+        the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
         segments, packed_tokens, predictor_index = _lay_out(part, groups)
         packed = pack(segments)
+        if part.images:
+            assert vision is not None, "the driver gives images only to image models"
+            packed = _images(part, vision).pack(packed, packed_tokens)
         local = packed.local_index[predictor_index]
         (local_sampled,) = np.nonzero(local >= 0)
         response_of = np.repeat(np.arange(len(part.lengths)), part.sampled_lengths)
@@ -107,6 +113,20 @@ def _one_token(block: TokenBlock) -> TokenBlock:
     routing = None if block.routed_experts is None else np.full((1, *block.routed_experts.shape[1:]), -1, np.int16)
     empty = TokenBlock.from_lists([[0]], [[]])
     return replace(empty, routed_experts=routing, columns=dict.fromkeys(block.columns, np.empty(0, np.float32)))
+
+
+def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
+    """Return the images of the prompts of `part`. Images that several rows share are computed only once."""
+    found = SequenceImages.without_images(part.positions)
+    first_outputs: dict[int, int] = {}  # id of the images of a row -> index of their first output
+    for row, images in sorted(part.images.items()):
+        span = slice(part.cu_seqlens[row], part.cu_seqlens[row + 1])
+        is_image = part.tokens[span] == vision.image_token
+        is_image[part.prompt_lengths[row] :] = False  # a sampled token is never an image
+        first_outputs[id(images)] = found.add(
+            span, is_image, images.pixel_values, images.grid_thw, vision.merge_size, first_outputs.get(id(images))
+        )
+    return found
 
 
 def _teacher_tensors(

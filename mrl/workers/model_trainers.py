@@ -15,9 +15,9 @@ from mrl.algorithms import corrections
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import Objective, TokenWeighting
 from mrl.algorithms.parts import POLICY_COLUMNS
+from mrl.core.code_locations import plug_in_name
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Rollouts, TrainBatch, UpdateReport
-from mrl.core.user_code import plug_in_name
 from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import ComputedColumns, PendingCall, WorkerGroup
 from mrl.workers.worker import TrainWorker
@@ -34,6 +34,7 @@ class UpdateRequest:
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]  # learning rate of each optimizer step
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
+    index: int = 0  # number of earlier updates of the model in the same training step
 
 
 class UpdateObserver(Protocol):
@@ -53,7 +54,7 @@ class UpdateRunner:
 
     optimizer: OptimConfig
     packing: Packing
-    weighting: TokenWeighting  # computes the weight of each token in the loss
+    weighting: TokenWeighting  # computes the token weights
     mini_batches: int = 1  # optimizer steps in each epoch
     epochs: int = 1  # passes over a rollout
     observer: UpdateObserver | None = None
@@ -63,16 +64,19 @@ class UpdateRunner:
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
     def begin(
-        self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
+        self, group: WorkerGroup, batch: TrainBatch, step: int, *, index: int = 0, **options: object
     ) -> PendingCall[tuple[list[UpdateReport], float]]:
-        """Begin to train on the batch of a training step. `step`: number of earlier steps that trained this model.
+        """Begin to train on the batch of a training step.
 
-        The result is the report of each optimizer step, and the last learning rate.
+        `step`: number of earlier steps that trained this model. `index`: number of earlier updates of the model in this step.
+        The learning-rate schedule advances by `mini_batches * epochs` optimizer steps in each step, however many updates the step
+        has. So all updates of a step have the same learning rates. The result is the report of each optimizer step, and the last
+        learning rate.
         """
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
-        lrs = [self.optimizer.lr_at(first + index) for index in range(len(steps))]
-        update = UpdateRequest(steps=steps, lrs=lrs, options=options)
+        lrs = [self.optimizer.lr_at(first + n) for n in range(len(steps))]
+        update = UpdateRequest(steps=steps, lrs=lrs, options=options, index=index)
         with ExitStack() as stack:
             reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
             call = group.begin_update(steps, self.packing, weighting=self.weighting, lrs=lrs, **options)
@@ -92,7 +96,7 @@ class ActorUpdate:
 
     reports: Sequence[UpdateReport]  # one for each optimizer step
     lr: float  # learning rate of the last optimizer step
-    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] loss weight of every token of the row
+    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] token weight of every token of the row
     zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
 
 
@@ -134,6 +138,7 @@ class ActorTrainer:
         *,
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
+        index: int = 0,
     ) -> PendingCall[ActorUpdate]:
         """Begin the optimizer steps on all rows that are neither rejected (AdvantageResult.rejected) nor skipped.
 
@@ -143,7 +148,8 @@ class ActorTrainer:
             step: number of earlier steps of the run that trained the actor.
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] whether each row counts in the loss. Default: all rows count.
-            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces only its policy loss.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces that of `self.objective`.
+            index: number of earlier updates of the actor in this step.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
         """
@@ -157,7 +163,7 @@ class ActorTrainer:
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)
         updates = self.updates
-        call = updates.begin(self.group, batch, step, loss=objective, temperature=self.temperature)
+        call = updates.begin(self.group, batch, step, index=index, loss=objective, temperature=self.temperature)
         weights = [step_weights(each, updates.weighting) for each in updates.split(batch)]
         zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
         return call.then(lambda result: ActorUpdate(*result, weights, zero))
@@ -184,7 +190,10 @@ class ActorTrainer:
 def _selected(
     advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts
 ) -> AdvantageResult:
-    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too."""
+    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too.
+
+    If `advantages` is None, no other response is rejected, unless the rollout filter rejected all sampled groups.
+    """
     if advantages is None:
         size = len(rollouts.groups)
         rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
@@ -207,7 +216,10 @@ class CriticTrainer:
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
     ) -> PendingCall[CriticUpdate]:
-        """Begin the optimizer steps on all `rows` [B] that are not rejected. The targets are the returns."""
+        """Begin the optimizer steps on the rows that the mask `rows` [B] selects and that are not rejected.
+
+        The targets are the returns. `rows` is None for all rows. `step`: number of earlier steps of the run.
+        """
         batch = train_batch(rollouts, _selected(advantages, rows, rollouts))
         call = self.updates.begin(self.group, batch, step, loss=self.loss)
         return call.then(lambda result: CriticUpdate(*result))
@@ -317,7 +329,7 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 def _step_averages(reports: list[UpdateReport]) -> Metrics:
     """Average the statistics that are not in ACTOR_SUMS or ACTOR_MAXIMA over the optimizer steps.
 
-    Each sum is first divided by the sum of the loss weights in its optimizer step.
+    Each sum is first divided by the sum of the token weights in its optimizer step.
     """
     by_step: list[Metrics] = []
     for report in reports:

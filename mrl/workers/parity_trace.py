@@ -147,7 +147,8 @@ class ActivationHooks:
         self._is_duplicate = not sequence_parallel and groups.tp_group().rank() > 0
         self._hooks: list[Any] = []
         self._sketches: list[ActivationSketch] = []
-        # [local L] index in the block of each token of this rank's micro-batch; -1: padding
+        # [local L] index in the block of each of this rank's tokens; -1: padding. `local L` is L / tp with `sequence_parallel`,
+        # otherwise L
         self._tokens = np.empty(0, np.int64)
 
     def __enter__(self) -> "ActivationHooks":
@@ -180,6 +181,9 @@ class ActivationHooks:
     def _sketch_output(self, depth: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
             hidden = output[0] if isinstance(output, tuple) else output  # [local L, 1, H]
+            # An image model splits its embeddings over the ranks only after the tower's outputs have been inserted.
+            if len(hidden) > len(self._tokens):
+                hidden = hidden.chunk(self._num_parts)[self._part]
             is_token = self._tokens >= 0
             values = sketch(hidden.detach()[:, 0])[torch.from_numpy(is_token).to(hidden.device)]
             self._sketches.append(ActivationSketch(depth, self._tokens[is_token], values.cpu().numpy()))

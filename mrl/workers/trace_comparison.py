@@ -116,7 +116,8 @@ class StepTrace:
 class Tolerances:
     """Largest differences that a step under a layout may have from the same step in one process."""
 
-    outputs: float  # absolute difference of log-probabilities (in nats) or values
+    # Absolute difference of log-probabilities (in nats) or values. After the optimizer step, it may be 5 times as large.
+    outputs: float
     scalars: float  # relative difference of the loss, and of the gradient norm
     gradients: float  # difference of two elements, relative to the largest element of the tensor
     weights: float  # difference of two elements, relative to the largest element of the tensor

@@ -32,7 +32,7 @@ from mrl.core.types import (
     assemble_column,
     teacher_outputs_by_row,
 )
-from mrl.data.preference_dataset import RowForm
+from mrl.data.supervised_dataset import RowForm
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from parallel import spans
@@ -56,7 +56,7 @@ def requires_on_device[W: _HasModel, **P, R](
     """Declare how much of the model a worker method needs on its device.
 
     Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
-    it, because the caller is inside MemoryScheduler.during_push, which has loaded the weights of the actor only. If less than
+    the model, because the caller is inside MemoryScheduler.during_push, which keeps only the actor's weights loaded. If less than
     `level` is loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
@@ -89,7 +89,7 @@ def must_be_loaded_first(method: Callable) -> bool:
 
 
 class TrainWorker:
-    """Ray actor of one trainer rank. WorkerGroup calls each method on all ranks of the layout at once.
+    """Ray actor of one trainer rank. WorkerGroup calls most methods on all ranks at once, and some only on rank 0.
 
     `rank_batches` has one batch for each data-parallel replica. Each rank takes the batch of its own replica.
     """
@@ -106,7 +106,7 @@ class TrainWorker:
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims, self.role, self.run_dir = rank, dims, model or "actor", Path(run_dir)
-        self._sync: Any = None  # LiveSync or DiskSync; None: no weight sync session is open
+        self._sync: Any = None  # LiveSync, DiskSync or AdapterSync; None: no weight sync session is open
         self.model: Any = None  # MegatronActor, MegatronCritic or MegatronRewardModel, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         forward_warnings(title, run_dir)
@@ -396,8 +396,8 @@ class TrainWorker:
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
         """Close the last weight sync session, and open a new session with these engines.
 
-        `folder` is the folder into which the disk transport writes. Returns URL -> reason for each engine that failed. If an
-        engine has failed, no session is open.
+        `folder` is the folder into which the disk transport writes weights, and into which the adapter sync writes adapters.
+        Returns URL -> reason for each engine that failed. If an engine has failed, no session is open.
         """
         from mrl.weight_sync.engine_control import WeightSyncError  # imported here because the driver does not need it
 
@@ -405,7 +405,7 @@ class TrainWorker:
             self._sync.close()
         self._sync = None
         try:
-            # `mrl replay` has no engines.
+            # A run with rollout.replay has no engines.
             self._sync = self.model.connect_engines(urls, settings, folder) if urls else None
         except WeightSyncError as error:
             if not error.failed:
@@ -425,9 +425,9 @@ class TrainWorker:
             return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder. `notes`: name of a further file -> text."""
-        self.model.export_hf(folder, notes or {})
+    def export_hf(self, folder: str, extra_files: dict[str, str] | None = None) -> None:
+        """Write the current weights as a Hugging Face folder. `extra_files`: name of a further file -> text."""
+        self.model.export_hf(folder, extra_files or {})
 
     # Checkpoints.
 
@@ -446,9 +446,9 @@ class TrainWorker:
         """Start to write a distributed checkpoint into `folder`. `finish_save` completes it."""
         self.model.begin_save(folder, asynchronous)
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         """Return whether this rank has written its part of the checkpoint, or has failed to write it."""
-        return self.model.save_finished()
+        return self.model.save_has_ended()
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until the checkpoint that `begin_save` started is complete and on the disk."""

@@ -7,6 +7,10 @@ from tiny_families import SIZES, make_family
 from mrl.core.types import TokenBlock
 
 VOCAB = SIZES["vocab_size"]
+# A gated delta net normalizes its outputs, and an output of a tiny model is sometimes close to zero. With the default epsilon of
+# 1e-6, this norm multiplies the round-off of float32 until log-probabilities of equal computations differ by 5e-5. With this
+# epsilon, the round-off is as large as in models with attention only. With experts, the epsilon must be larger.
+LARGE_EPSILON = dict(rms_norm_eps=1e-2)
 KINDS = {
     "dense": ("qwen3", {}),
     "tied": ("qwen3", dict(tie_word_embeddings=True)),
@@ -14,6 +18,17 @@ KINDS = {
     "mixtral": ("mixtral", {}),
     "biased": ("llama_biased", {}),
     "qkv_biased": ("qwen2", {}),
+    "mistral": ("mistral", {}),
+    "gemma": ("gemma3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "minimax": ("minimax_m2", {}),
+    "olmo2": ("olmo2_biased", {}),
+    "olmo3": ("olmo3", {}),
+    "phi": ("phi3_long", {}),
+    "recurrent": ("qwen3_5", LARGE_EPSILON),
+    "recurrent_biased": ("qwen3_5_biased", LARGE_EPSILON),
+    "recurrent_moe": ("qwen3_next", dict(rms_norm_eps=3e-2)),
+    "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
 }

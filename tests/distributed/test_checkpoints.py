@@ -12,7 +12,7 @@ from test_layouts import make_actor, ragged_block, share_of
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, ValueLoss
-from parallel import file_hashes
+from parallel import durable_files
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -88,7 +88,7 @@ def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: in
         hold_writers(gate)
     actor.begin_save(folder, asynchronous)
     found = train(actor, dims, rank, 2), draws(), weights_of(actor)
-    assert actor.save_finished() != asynchronous
+    assert actor.save_has_ended() != asynchronous
     torch.distributed.barrier()  # no rank opens the gate before all ranks have checked
     gate.touch()
     actor.finish_save(60)
@@ -119,9 +119,9 @@ def test_the_same_layout_continues_bit_exactly(run_ranks, tmp_path, kind, dims, 
     path, folder = tmp_path / "model", tmp_path / "checkpoint"
     make(kind, path)
     expected = run_ranks(dims, with_adam, adam, save_and_go_on, path, folder, dims, steps_before, asynchronous)
-    names = {file.name for file in folder.iterdir()} - {file_hashes.HASHES_FILE}
-    assert file_hashes.read_hashes(folder).keys() == names and len(names) > 2 * dims.world_size
-    file_hashes.check_folder(folder)
+    names = {file.name for file in folder.iterdir()} - {durable_files.HASHES_FILE}
+    assert durable_files.read_hashes(folder).keys() == names and len(names) > 2 * dims.world_size
+    durable_files.check_folder(folder)
     assert run_ranks(dims, with_adam, adam, load_and_go_on, path, folder, dims) == expected
     tracked = [tuple(numbers[-3:]) for _, numbers, _ in expected]
     assert len(set(tracked)) == max(dims.tp, dims.ep)

@@ -31,7 +31,7 @@ TOP_K, TEMPERATURE = 5, 0.8
 LOSSES = {
     "whole": Objective(Distillation("js", beta=0.3)),
     "top_k": Objective(Distillation("reverse_kl", top_k=TOP_K, coef=2.0)),
-    "with_rewards": Objective(Distillation("forward_kl", policy=PPOClip()), entropy=EntropyBonus(0.1)),
+    "with_rewards": Objective(Distillation("forward_kl", reward_loss=PPOClip()), entropy=EntropyBonus(0.1)),
 }
 TEACHERS = {"even": ("qwen3", dict(hidden_size=48)), "odd": ("llama", dict(tie_word_embeddings=True, hidden_size=24))}
 
@@ -157,7 +157,7 @@ def test_loss_and_gradients_equal_those_of_transformers(folder, blocks, alone, n
         if loss.top_k:
             top = t.topk(loss.top_k).indices
             t, s = (torch.cat([x.gather(1, top), x.scatter(1, top, 0.0).sum(1, keepdim=True)], 1) for x in (t, s))
-        terms.append(loss.coef * plain_divergence(loss.formula(), t, s).mean())
+        terms.append(loss.coef * plain_divergence(loss.divergence_settings(), t, s).mean())
     total = torch.stack(terms).mean()
     total.backward()
     assert alone[name].loss == pytest.approx(total.item(), rel=1e-5)

@@ -82,7 +82,7 @@ def peak_bytes(rank: int, heads: list[Head]) -> list[int]:
 def peak_bytes_of(head: Head) -> int:
     import torch
 
-    from mrl.workers.distillation import DivergenceHead
+    from mrl.workers.actor_critic import DivergenceHead
     from parallel import groups
     from parallel.logprobs import linear_logprobs
 

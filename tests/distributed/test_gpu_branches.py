@@ -32,13 +32,14 @@ STAND_INS = [
 
 def use_attention_of_gpus() -> None:
     """Make this process take the branches for attention in 16 bits on a GPU. A stand-in replaces the attention kernel."""
-    from varlen_kernel import varlen_attn
+    from varlen_kernel import sink_kernels, varlen_attn
 
     from mrl.workers import megatron_model
     from parallel import attention
 
     attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
     attention._varlen_kernel = lambda channels: varlen_attn
+    attention._sink_kernels = sink_kernels
 
 
 def run_layers(rank: int, folder) -> tuple[int, float]:
@@ -53,7 +54,7 @@ def run_layers(rank: int, folder) -> tuple[int, float]:
     from parallel.packing import Segment, pack
 
     def logits():
-        packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"), in_order=True)
+        packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"), chunks_in_token_order=True)
         return model(torch.cat(sequences())[None], packed.position_ids[None], None, packed_seq_params=packed)
 
     model, _ = load(folder)
@@ -66,7 +67,7 @@ def run_layers(rank: int, folder) -> tuple[int, float]:
     return len(tables), float((found - expected).detach().abs().max())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss"])
 def test_layers_share_the_angles_of_a_pack_and_the_attention_of_gpus_is_exact(run_ranks, tmp_path, name):
     ((tables, difference),) = run_ranks(ParallelDims(), run_layers, make_family(name, tmp_path))
     assert tables == 1 and difference < 1e-5
@@ -174,13 +175,14 @@ def test_rope_is_fused_only_where_the_kernel_computes_it(monkeypatch):
 
     from models import model_builder
 
-    def arch(amplitude: float = 1.0, latent: bool = False):
-        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude))
+    def arch(amplitude: float = 1.0, latent: bool = False, local: SimpleNamespace | None = None):
+        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude), local_rope=local)
 
     assert not model_builder.can_fuse_rope(arch()), "a CPU has no kernel"
     monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
     assert model_builder.can_fuse_rope(arch())
     assert not model_builder.can_fuse_rope(arch(amplitude=1.2))
+    assert not model_builder.can_fuse_rope(arch(local=SimpleNamespace(amplitude=1.2)))
     assert not model_builder.can_fuse_rope(arch(latent=True))
 
 

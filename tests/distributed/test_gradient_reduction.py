@@ -74,7 +74,7 @@ def _gradient_shards(part):
 
 def count_early_starts(model) -> list[int]:
     """Return a list to which each step appends the number of reductions that its backward pass has started."""
-    from parallel.gradient_reduction import GradientReducer
+    from parallel.optimizer import GradientReducer
 
     found, reducer = [], model.chunks[0].config.no_sync_func.__self__
     assert isinstance(reducer, GradientReducer)
@@ -130,7 +130,7 @@ CASES = [
 def test_a_reduction_during_the_backward_pass_changes_no_bit(run_ranks, tmp_path, kind, dims):
     """Replicas without a micro-batch also take part in reductions. Other bucket sizes change only the order of summation."""
     make("dense" if kind == "critic" else kind, tmp_path)
-    idle = not dims.lockstep
+    idle = not dims.equal_micro_batch_counts
     ranks = run_ranks(dims, compare_modes, kind, tmp_path, dims, idle, timeout_s=300)
     for norms, _, _ in ranks:
         np.testing.assert_allclose(norms["during"], norms["after"], rtol=1e-5)

@@ -10,7 +10,7 @@ from models_for_layouts import groups_of_responses, make
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.diagnostics.replay import LOGPROBS, TokenLocation, compare_step_traces
+from mrl.diagnostics.layout_comparison import LOGPROBS, TokenLocation, compare_step_traces
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_gradients, compare_sketches, row_and_position
 from parallel.dims import ParallelDims
@@ -181,7 +181,9 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     with pytest.raises(NonFiniteGradientError, match="mini-batch 0 is not finite") as caught:
         actor.update(block.with_columns(advantages=advantages), [share, share], PPOClip(), [1e-2, 1e-2])
     # The first stage, which computes no loss, raises the same message.
-    assert str(caught.value).endswith("although the output of the model is (sft.objective: PPOClip).")
+    message = str(caught.value)
+    assert "The loss (sft.objective: PPOClip) of at least" in message
+    assert message.endswith("although the model's output is finite.")
     same = all(torch.equal(param, before[name]) for name, param in actor.bridge.params.items())
     return caught.value.mini_batch, same
 

@@ -172,6 +172,7 @@ def export(rank: int, path, folder, dims: ParallelDims):
         *[("moe", ParallelDims(**d)) for d in (dict(dp=2, ep=2), dict(tp=2, ep=2, etp=1), dict(pp=2, dp=2, ep=2))],
         *[("moe", ParallelDims(**d)) for d in (dict(dp=4, ep=2, etp=2), dict(tp=2, pp=2, vpp=2, ep=2, etp=1))],
         ("mixtral", ParallelDims(tp=2, dp=2, ep=2)),
+        ("gpt_oss", ParallelDims(tp=2, dp=2, ep=2)),
         *[(kind, ParallelDims(**d)) for kind in ("glm", "deepseek") for d in (dict(dp=2, ep=2), dict(tp=2, pp=2))],
         ("biased", ParallelDims(tp=2, pp=2)),
     ],

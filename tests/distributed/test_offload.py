@@ -474,3 +474,20 @@ def test_an_offloaded_model_refuses_methods_that_need_it_on_the_device(run_ranks
     for level, lines in messages.items():
         for name, line in lines:
             assert line.startswith(f"{name}() needs offload level ") and f"the model is at {level.name};" in line
+
+
+def drop_fp8_weights(rank: int, path) -> tuple[list[str], list[str]]:
+    """Return the names of the copies of weights in FP8, as Transformer Engine keeps them, after each of two offloads."""
+    actor = make_actor(path, ParallelDims(), "bfloat16")
+    layer = actor.chunks[0].module.decoder.layers[0]
+    layer._fp8_workspaces = {"weight": torch.zeros(8)}
+    actor.offloader.move_to(OffloadLevel.WEIGHTS_LOADED)
+    partly = list(layer._fp8_workspaces)
+    actor.offloader.move_to(OffloadLevel.FULLY_OFFLOADED)
+    return partly, list(layer._fp8_workspaces)
+
+
+def test_an_offloaded_model_keeps_no_weights_in_fp8(run_ranks, tmp_path):
+    make("dense", tmp_path)
+    ((partly, fully),) = run_ranks(ParallelDims(), drop_fp8_weights, tmp_path)
+    assert partly == ["weight"] and not fully

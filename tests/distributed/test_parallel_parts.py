@@ -37,7 +37,7 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
     for rank, (places, (etp, ep), summed, ends) in enumerate(run_ranks(dims, group_places)):
         at = dims.coords(rank)
         assert places == (at.tp, at.cp, at.dp, at.pp)
-        # neighbouring ranks hold the shards of one expert, and ep * etp consecutive ranks hold one copy of all experts
+        # neighboring ranks hold the shards of one expert, and ep * etp consecutive ranks hold one copy of all experts
         first = rank - rank % dims.expert_tp
         assert etp == list(range(first, first + dims.expert_tp))
         copy = rank // stage * stage + rank % stage // (dims.ep * dims.expert_tp) * dims.ep * dims.expert_tp
@@ -73,6 +73,9 @@ def attention_case(seed: int):
     return segments, 2 ** (seed % 2), columns, rng.normal(size=(total, heads[0] * width))
 
 
+WINDOWS = [None, 1, 2, 5]
+
+
 def attend(rank: int, dims: ParallelDims, seeds: range):
     """Return for each case the tokens on this rank, and [output, gradients of query, key and value] of these tokens."""
     import torch
@@ -93,7 +96,10 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
             )  # large values at padding tokens would show in the output
             part[real] = torch.from_numpy(column[mine])
             parts.append(part.requires_grad_())
-        config = SimpleNamespace(kv_channels=columns[0].shape[2], attention_dropout=0.0)
+        window = WINDOWS[seed % len(WINDOWS)]
+        limits = dict(window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=None)
+        options = dict(attention_dropout=0.0, softmax_type="vanilla")
+        config = SimpleNamespace(kv_channels=columns[0].shape[2], **options, **limits)
         out = PackedAttention(config, 1, None, "self")(*parts, packed_seq_params=packed)
         (out[real] * torch.from_numpy(cotangent[mine])).sum().backward()
         assert not any(part.grad[~real].any() for part in parts), "padding has no part in real tokens"
@@ -111,7 +117,7 @@ def test_attention_under_context_parallelism_equals_attention_with_a_dense_mask(
     for seed, of_ranks in zip(seeds, zip(*by_rank, strict=True), strict=True):
         segments, _, columns, cotangent = attention_case(seed)
         tensors = [torch.from_numpy(column).requires_grad_() for column in columns]
-        out = dense_attention(*tensors, segments)
+        out = dense_attention(*tensors, segments=segments, window=WINDOWS[seed % len(WINDOWS)])
         (out * torch.from_numpy(cotangent)).sum().backward()
         order = np.concatenate([mine for mine, _ in of_ranks])
         assert sorted(order) == list(range(len(out)))

@@ -127,11 +127,11 @@ def test_an_actor_with_experts(traced, dims):
 
 
 @pytest.mark.extended
-def test_replicas_that_share_a_copy_of_the_experts_run_in_lockstep(traced):
+def test_replicas_that_share_a_copy_of_the_experts_run_equally_many_micro_batches(traced):
     """Ranks (0, 1), (2, 3) and (4, 5) hold one copy of the experts each; ranks 0 to 2 are one replica, 3 to 5 another."""
     dims = ParallelDims(
         cp=3, dp=2, ep=2
-    )  # the replicas have 8 and 7 packs of 20 tokens: without lockstep, ranks would wait forever
+    )  # the replicas have 8 and 7 packs of 20 tokens: with different numbers of micro-batches, ranks would wait forever
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 
@@ -154,9 +154,40 @@ def test_tied_embeddings(traced, dims):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
+@pytest.mark.parametrize("dims", layouts("tp2", "cp2", "tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
 def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
+
+
+SINKS = layouts(
+    *("tp2", "pp2", "cp2", "pp2 vpp2", "dp2 ep2", "dp2 etp2", "tp2 ep2 etp1", "tp2 etp1", "tp2 cp2", "tp2 dp2 ep2")
+)
+
+
+@pytest.mark.extended_except("tp2 sp")
+@pytest.mark.parametrize("dims", SINKS, ids=str)
+def test_sinks_and_biased_experts(traced, dims):
+    check(reference(traced, "gpt_oss"), traced("gpt_oss", dims))
+
+
+FUSED_OR_PLAIN = layouts("tp2", "tp2 sp0", "pp2", "cp2")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", FUSED_OR_PLAIN, ids=str)
+@pytest.mark.parametrize("kind", ["mistral", "phi", "seed"])
+def test_mistral_phi_and_seed_oss(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+POST_NORMS = layouts("tp2", "tp2 sp0", "pp2", "cp2", "pp2 vpp2", "tp2 cp2")
+
+
+@pytest.mark.extended_except("olmo3-tp2 cp2 sp")
+@pytest.mark.parametrize("dims", POST_NORMS, ids=str)
+@pytest.mark.parametrize("kind", ["olmo2", "olmo3", "gemma"])
+def test_norms_of_whole_projections_and_windows(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
 
 
 SIGMOID_ROUTED_MOE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
@@ -164,9 +195,46 @@ SIGMOID_ROUTED_MOE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", SIGMOID_ROUTED_MOE, ids=str)
-@pytest.mark.parametrize("kind", ["glm", "deepseek"])
+@pytest.mark.parametrize("kind", ["glm", "deepseek", "minimax"])
 def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
+
+
+RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
+
+
+@pytest.mark.extended_except("recurrent-tp2 cp2 sp", "recurrent-pp2")
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("recurrent", dims) for dims in RECURRENT]
+    + [("recurrent_biased", dims) for dims in layouts("tp2", "cp2")]
+    + [("recurrent_moe", dims) for dims in layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")],
+    ids=str,
+)
+def test_gated_delta_nets(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.extended_except("recurrent")
+@pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe"])
+def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
+    expected = reference(traced, kind)
+    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+        check(expected, traced(kind, **options))
+    check(expected, traced(kind, megatron=RECOMPUTE))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", layouts("tp2", "cp2"), ids=str)
+def test_gated_delta_nets_in_bfloat16(traced, dims):
+    expected, found = reference(traced, "recurrent", dtype="bfloat16"), traced("recurrent", dims, dtype="bfloat16")
+    check(expected, found, "bfloat16")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", layouts("tp2", "pp2"), ids=str)
+def test_a_critic_with_gated_delta_nets(traced, dims):
+    check(reference(traced, "recurrent", critic=True), traced("recurrent", dims, critic=True))
 
 
 @pytest.mark.extended
@@ -185,7 +253,7 @@ def test_updated_correction_biases(traced, dims):
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("biased", dims) for dims in layouts("tp2", "pp2", "tp2 sp0 cp2")]
-    + [("qkv_biased", dims) for dims in layouts("tp2", "tp2 pp2")],
+    + [("qkv_biased", dims) for dims in layouts("tp2", "tp2 pp2", "cp2")],
     ids=str,
 )
 def test_biases(traced, kind, dims):

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from tiny_families import FAMILIES, SIZES
+from tiny_families import FAMILIES, SIZES, config_class
 
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_state_bytes import StateBytes, largest_state, pipeline_stages, state_of_rank
@@ -77,12 +77,10 @@ def test_at_least_forty_layouts_are_tested():
 
 
 def config_of(name: str, folder, **overrides):
-    import transformers
-
     from models.hf_config import HFConfig
 
     prefix, fields = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**deepcopy(SIZES | fields | overrides))
+    config = config_class(prefix)(**deepcopy(SIZES | fields | overrides))
     config.architectures = [f"{prefix}ForCausalLM"]
     config.save_pretrained(folder)
     return HFConfig.load(str(folder))

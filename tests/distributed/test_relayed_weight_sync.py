@@ -26,7 +26,7 @@ from models.families.qwen import QWEN3
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.config.secrets import engine_key
 from mrl.weight_sync import receiver, session, transports
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.weight_sync.sender import RelaySender
 from mrl.weight_sync.transfer_plan import ProcessLocation
 from parallel.dims import ParallelDims
@@ -238,13 +238,15 @@ def test_a_push_over_relays_reaches_every_engine_and_goes_on_without_one_that_di
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         kill_files.append(tmp_path / f"kill_{number}")
         own = [GPUS[n] for n in places[number * tp : (number + 1) * tp]]
-        servers.append(context.Process(target=serve_engine, args=(listener, own, Topology(tp), kill_files[-1])))
+        servers.append(
+            context.Process(target=serve_engine, args=(listener, own, EngineParallelSizes(tp), kill_files[-1]))
+        )
         servers[-1].start()
         urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         listener.close()
     try:
         reports = run_ranks(DIMS, push_twice, urls, kill_files[0], timeout_s=300)
-        layout = EngineLayout.of(QWEN3, ARCH, Topology(tp))
+        layout = EngineLayout.of(QWEN3, ARCH, EngineParallelSizes(tp))
         held = sum(shard.box.numel * 4 for tp_rank in range(tp) for shard in layout.shards(tp_rank))
         for first, after_first, second in reports:
             assert not first.failed and after_first == [[[1, [True] * tp]]] * len(urls)

@@ -31,6 +31,7 @@ ON_GPU = {"use_cpu_initialization": False}  # Megatron's config of a GPU run
 STEPS = [
     *[(kind, d) for kind in ("dense", "qkv_biased", "biased") for d in (ONE, *DENSE)],
     *[(kind, d) for kind in ("moe", "mixtral", "glm", "deepseek") for d in (ONE, *MOE)],
+    *[("gpt_oss", d) for d in (ONE, *layouts("tp2", "cp2", "dp2 ep2", "dp2 etp2", "tp2 ep2 etp1"))],
     *[("tied", d) for d in layouts("pp2", "tp2")],
     *[("critic", d) for d in layouts("tp2")],
 ]
@@ -146,7 +147,7 @@ def test_a_forward_and_backward_pass_never_waits_for_the_device(te_ranks, models
 )
 def test_a_reduction_during_the_backward_pass_changes_no_bit(te_ranks, models, kind, dims):
     """The matrices add their gradients to the buffers themselves, before the reductions start."""
-    ranks = te_ranks(dims, compare_modes, kind, models(kind), dims, not dims.lockstep)
+    ranks = te_ranks(dims, compare_modes, kind, models(kind), dims, not dims.equal_micro_batch_counts)
     for norms, early, _ in ranks:
         np.testing.assert_allclose(norms["during"], norms["after"], rtol=1e-5)
         assert early[-1] > 0
@@ -160,6 +161,7 @@ def test_a_reduction_during_the_backward_pass_changes_no_bit(te_ranks, models, k
         *[("biased", d) for d in layouts("tp2 pp2")],
         *[("moe", d) for d in layouts("tp2 ep2 etp1")],
         *[("mixtral", d) for d in layouts("dp2 ep2")],
+        *[("gpt_oss", d) for d in layouts("tp2 ep2 etp1")],
         *[("glm", d) for d in layouts("dp2 ep2")],
         *[("deepseek", d) for d in layouts("tp2")],
     ],

@@ -104,7 +104,7 @@ class FirstStep:
     def mean_loss(self, losses: NDArray[np.floating], aggregation: str) -> float:
         """Return the loss of the step for token losses [R]."""
         weighting = TokenWeighting(AGGREGATIONS[aggregation], max_response_tokens=7)
-        return float((weighting(self.inputs.lengths, self.inputs.groups)[self.inputs.rows] * losses).sum())
+        return float((weighting(self.inputs.lengths, self.inputs.groups)[self.inputs.response_of_token] * losses).sum())
 
 
 @pytest.fixture(scope="module")
@@ -138,20 +138,20 @@ def of_uncertain_tokens(step: FirstStep, advantages: NDArray) -> NDArray:
 
 
 TokenLosses = Callable[[FirstStep, NDArray], NDArray]
-CENTRED = GRPO(scale_rewards="none")
+CENTERED = GRPO(scale_rewards="none")
 FIRST_LOSSES: dict[str, tuple[Advantage, TokenLosses, str]] = {
     "otb": (OptimalTokenBaseline(), of_ratio, "token_mean"),
     "gpg": (GPG(), of_logprob, "token_mean"),
     "luspo": (GRPO(), of_ratio, "sequence_sum"),
     "vespo": (GRPO(), of_logprob, "token_mean"),
-    "dppo_kl": (CENTRED, of_logprob, "token_sum"),
-    "dppo_tv": (CENTRED, of_logprob, "fixed_length"),
+    "dppo_kl": (CENTERED, of_logprob, "token_sum"),
+    "dppo_tv": (CENTERED, of_logprob, "fixed_length"),
     "lite_ppo": (GRPO(scale_rewards="batch"), of_ratio, "token_mean"),
     "pass@k": (PassAtK(normalize_std=True), of_ratio, "token_mean"),
     "rejection": (GRPO(), of_ratio, "token_mean"),
     "rejection by the maximum": (GRPO(), of_ratio, "token_mean"),
     "top_entropy": (GRPO(), of_uncertain_tokens, "token_mean"),
-    "normalized weights": (CENTRED, of_logprob, "fixed_length"),
+    "normalized weights": (CENTERED, of_logprob, "fixed_length"),
     "engine as old policy": (GRPO(), of_logprob, "token_mean"),
 }
 """Name of a run -> its estimator, the losses of its tokens in the first step, and its aggregation."""

@@ -12,7 +12,7 @@ import torch
 from varlen_kernel import varlen_attn
 
 from mrl.bench.sections import SECTIONS, SectionJob
-from mrl.core.installation import PACKAGE_ROOT
+from mrl.core.code_locations import PACKAGE_ROOT
 
 pytestmark = pytest.mark.extended
 

@@ -38,11 +38,11 @@ from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     recording_args,
     write_request,
 )
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.workers.dp_partition import Packing, partition_step
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
@@ -79,14 +79,14 @@ def record(client: EngineClient, folder: Path, name: str, tokens: list[int], wei
     request = write_request(folder, name, weights)
     client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
     request.unlink()
-    return read_recording(folder, name, 1)
+    return read_forward_recording(folder, name, 1)
 
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory):
     """`engine_of(family)` -> EngineTrace. The engine of each family runs once."""
     from mrl.rollout.engines.server import EngineServer
-    from mrl.rollout.engines.server_args import default_server_args
+    from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 
     known: dict[str, EngineTrace] = {}
 
@@ -100,11 +100,15 @@ def engine_of(tmp_path_factory):
         hf = HFConfig.load(model)
         arch = family_of(hf).read(hf)
         prompts = [[3 + (7 * row + position) % 37 for position in range(2 + 3 * row)] for row in range(3)]
-        args = default_server_args("float32", 64) | recording_args(folder) | {"model_path": str(model)}
+        # SGLang (0.5.23) uses the seeds of requests only with this argument. On a CPU, the argument changes nothing else, but
+        # SGLang refuses it for latent attention.
+        args = default_server_args("float32", 64) | recording_args(folder)
+        args |= {"model_path": str(model), DETERMINISTIC: "kv_lora_rank" not in hf.fields}
+        sampling = [SamplingParams(9, TEMPERATURE, ignore_eos=True, seed=row) for row in range(len(prompts))]
         with EngineServer(args, base / "engine.log") as server:
             server.wait_ready(timeout_s=480)
             client = EngineClient(server.url, timeout_s=240)
-            done = client.generate(prompts, SamplingParams(9, TEMPERATURE, ignore_eos=True))
+            done = client.generate(prompts, sampling)
             block = TokenBlock.from_lists(prompts, [d.token_ids for d in done], [d.logprobs for d in done])
             rows = [
                 block.tokens[a:b].tolist() for a, b in zip(block.cu_seqlens[:-1], block.cu_seqlens[1:], strict=True)
@@ -113,7 +117,7 @@ def engine_of(tmp_path_factory):
             ranks = record(client, folder, "weights", rows[0], ("model.", "lm_head."))
             client.close()
         places = {place: np.concatenate([trace[place] for trace in traces]) for place in traces[0]}
-        weights = engine_weights(ranks, EngineLayout.of(family_of(hf), arch, Topology()))
+        weights = engine_weights(ranks, EngineLayout.of(family_of(hf), arch, EngineParallelSizes()))
         known[family] = EngineTrace(model, block, Side("engine", places, weights))
         return known[family]
 

@@ -36,8 +36,8 @@ class Recorder:
             lengths=inputs.lengths, groups=inputs.groups, **inputs.columns,
         )
         calls.append(1)
-        gain = (inputs.rewards - inputs.greedy_rewards)[inputs.rows]
-        return Advantages(gain + 0.1, inputs.rewards[inputs.rows])
+        gain = (inputs.rewards - inputs.greedy_rewards)[inputs.response_of_token]
+        return Advantages(gain + 0.1, inputs.rewards[inputs.response_of_token])
 '''
 
 

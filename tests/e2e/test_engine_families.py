@@ -14,7 +14,13 @@ pytestmark = pytest.mark.extended
 PROMPTS = [[3 + (7 * i + j) % 37 for j in range(1 + i % 9)] for i in range(12)]
 SAMPLING = SamplingParams(max_new_tokens=30, ignore_eos=True)
 LOGPROB_TOLERANCE = 1e-4
-EXPERTS = {"glm4_moe": dict(moe_intermediate_size=32), "deepseek_v3": dict(moe_intermediate_size=32)}
+ROPE = dict(rope_type="default", rope_theta=5000.0)
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "glm4_moe": dict(moe_intermediate_size=32),
+    "deepseek_v3": dict(moe_intermediate_size=32),
+    "gemma3": dict(rope_parameters=dict(full_attention=ROPE, sliding_attention=ROPE | dict(rope_theta=300.0))),
+    "mixtral": dict(head_dim=8),  # SGLang ignores the field, and uses hidden_size / num_attention_heads
+}
 
 
 @torch.no_grad()
@@ -30,7 +36,13 @@ def logprob_difference(client: EngineClient, folder) -> float:
     return largest
 
 
-@pytest.mark.parametrize("name", ["llama_attention_biased", "qwen2_tied_multi_head", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama_attention_biased", "qwen2_tied_multi_head", "mistral", "gemma3", "olmo2", "phi3"),
+        *("mixtral", "glm4_moe", "deepseek_v3"),
+    ],
+)
 def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_path, name):
     from safetensors.torch import load_file
 
@@ -39,7 +51,7 @@ def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_
 
     # On a CPU, SGLang pads weights of other sizes with zeros, and includes the zeros in its checksums.
     sizes: dict[str, Any] = dict(intermediate_size=64)
-    sizes |= EXPERTS.get(name, {})
+    sizes |= OWN_FIELDS.get(name, {})
     first = make_family(name, tmp_path / "first", **sizes)
     other = make_family(name, tmp_path / "other", initializer_range=0.15, **sizes)
     args = default_server_args("float32", 64) | {"model_path": str(first), "random_seed": 0}

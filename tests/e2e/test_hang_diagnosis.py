@@ -18,8 +18,8 @@ from mrl_runs import select_processes, wait_until
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
+from mrl.controller.model_processes import model_spec
 from mrl.controller.plan_train import plan_training
-from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler
 from mrl.hang_report import ray_wait
 from mrl.hang_report.process_registry import read_process_records, registry_folder
@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     with run.faults_hang():
         texts = (
             "faulty_ranks.py",
-            "replica rank 0 (dp 0) waits for other ranks in the gradient all-reduce",
+            "replica rank 0 (dp 0) waits for other ranks in the gradient reduction",
             "it has entered",
         )
         update = partial(run.update, run.replicas)
@@ -255,7 +255,7 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
 
 @pytest.mark.extended
 def test_a_rank_that_dies_before_a_collective_is_named(run):
-    """The error of the neighbouring rank arrives first, but the report names the dead rank, with the cause of its death."""
+    """The error of the neighboring rank arrives first, but the report names the dead rank, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
@@ -281,6 +281,6 @@ def test_a_rank_that_is_killed_in_a_collective_is_named(run):
             run.update(run.replicas)
         assert time.monotonic() - killed[0] < DIAGNOSED_WITHIN_S
     text = check_error(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()
-    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): group" in text, (
+    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): process group" in text, (
         "the report has the dead rank's last collective"
     )

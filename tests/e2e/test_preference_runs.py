@@ -59,7 +59,7 @@ def test_every_objective_over_pairs_trains(train_on_pairs, objective):
 
 @pytest.fixture(scope="module")
 def labels(inputs, tmp_path_factory) -> Path:
-    """A file with one labelled response to each problem. Every second problem has a right response, the others a wrong one."""
+    """A file with one labeled response to each problem. Every second problem has a right response, the others a wrong one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -71,7 +71,7 @@ def labels(inputs, tmp_path_factory) -> Path:
     return path
 
 
-def test_kto_learns_from_labelled_responses(train_on_pairs, labels):
+def test_kto_learns_from_labeled_responses(train_on_pairs, labels):
     steps, _ = train_on_pairs("kto", f"sft.train={labels}", "sft.steps=40", "sft.optim.lr=3e-4")
     begin, end = means(steps, "preference/margin")
     assert end > begin and steps[0]["preference/reference_point"] == pytest.approx(0, abs=1e-3)

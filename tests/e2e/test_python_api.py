@@ -1,4 +1,4 @@
-"""`mrl.train` from a script, with and without an initialised Ray; `mrl.evaluate` and `mrl.convert`."""
+"""`mrl.train` from a script, with and without an initialized Ray; `mrl.evaluate` and `mrl.convert`."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_a_script_trains_evaluates_and_converts(quickstart, tmp_path):
     assert (tmp_path / "megatron").is_dir() and (tmp_path / "mine" / "mrl.log").exists()
 
 
-def test_a_run_joins_the_ray_that_a_script_has_initialised(quickstart, tmp_path):
+def test_a_run_joins_the_ray_that_a_script_has_initialized(quickstart, tmp_path):
     """The run's processes are actors of the script's Ray. After the run, this Ray still has the script's own actors."""
     result = run_script(IN_RAY, tmp_path, *quickstart)
     assert result["steps"] == 1

@@ -8,8 +8,7 @@ import pytest
 from trace_format import check_trace_format, has_perfetto, query_perfetto
 
 from mrl.commands import timeline as command
-from mrl.tracking.timeline import read_timeline
-from mrl.tracking.timeline_summary import rank_work
+from mrl.tracking.timeline import rank_work, read_timeline
 
 pytestmark = pytest.mark.extended
 

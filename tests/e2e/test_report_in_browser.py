@@ -81,7 +81,7 @@ def test_a_real_run_is_accessible_and_makes_no_request(browser, recorded, tmp_pa
     assert page.evaluate(SMALLEST_TEXT) >= 12
 
 
-def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_keyboard(browser, large):
+def test_10000_samples_open_quickly_and_can_be_filtered_colored_and_read_by_keyboard(browser, large):
     assert large.stat().st_size <= 5_000_000
     page, seen = open_page(browser, large)
     page.wait_for_selector("[role=option]")
@@ -89,7 +89,7 @@ def test_10000_samples_open_quickly_and_can_be_filtered_coloured_and_read_by_key
     page.get_by_label("Step", exact=True).select_option("7")
     page.get_by_label("Search", exact=True).fill("a42")
     assert page.locator("[role=option]").count() == 1 and "step=7" in page.url and "q=a42" in page.url
-    page.get_by_label("Colour of tokens").select_option("logprobs")
+    page.get_by_label("Color of tokens").select_option("logprobs")
     assert page.locator(".token").count() == 2
     page.get_by_label("Search", exact=True).fill("")
     page.locator("[role=listbox]").focus()

@@ -7,7 +7,7 @@ import pytest
 from mrl_runs import KILLING_FILTER, wait_until
 from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
-from mrl.checkpoint.starts import read_events
+from mrl.checkpoint.run_dir import read_events
 from mrl.core.sample_file import read_samples
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mrl_runs import wait_until
 
-from mrl.checkpoint.starts import read_events
+from mrl.checkpoint.run_dir import read_events
 from mrl.core.sample_file import read_samples
 from mrl.tracking.live_view import LiveRun
 

@@ -108,7 +108,7 @@ def overrides(files, *more: str) -> list[str]:
         "++data.sampler._target_=own_sampler.seldom_drawn",
         f"data.offline.path={files}/offline.jsonl",
         "data.offline.rows_per_step=4",
-        "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
+        "++rollout.group_sizes._target_=mrl.data.samplers.ByDifficulty",
         "++rollout.group_sizes.least=2",
         "++rollout.group_sizes.most=12",
         "rollout.top_p=0.9",

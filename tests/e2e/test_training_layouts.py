@@ -88,7 +88,7 @@ def test_a_parity_check_of_a_layout_that_changes_the_step_finds_a_difference(sta
 def test_a_config_that_megatron_refuses_is_reported_in_one_line(start_mrl, quickstart):
     run = start_mrl("train", *quickstart, "megatron.recompute_granularity=full", "trainer.max_steps=1").finish()
     assert run.process.returncode == 2, run.output()
-    assert "mrl: Megatron refuses this model or layout:" in run.output() and "Traceback" not in run.output()
+    assert "mrl: the trainer ranks cannot build the model:" in run.output() and "Traceback" not in run.output()
     assert run.leftovers() == []
 
 

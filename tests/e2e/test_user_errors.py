@@ -8,7 +8,7 @@ import pytest
 from forked_commands import forked_commands
 from mrl_runs import tagged, wait_until
 
-from mrl.core.error_report import MAX_LINES
+from mrl.core.run_errors import MAX_LINES
 
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 FILES = {
@@ -62,9 +62,12 @@ MISTAKES = {
         "keys are written without dashes, as KEY=VALUE; write trainer.max_steps=3",
     ),
     "a key without a value": (["optim.lr"], "'optim.lr' has no value; write KEY=VALUE"),
-    "a misspelt experiment": (["experiment=quickstrat"], "Could not find 'experiment/quickstrat' Available options"),
-    "a misspelt reward": (["reward=exact_mach"], "Available options in 'reward': by_source code exact_match function"),
-    "a misspelt algorithm": (["algorithm=gpro"], "Available options in 'algorithm': cispo"),
+    "a misspelled experiment": (["experiment=quickstrat"], "Could not find 'experiment/quickstrat' Available options"),
+    "a misspelled reward": (
+        ["reward=exact_mach"],
+        "Available options in 'reward': by_source code exact_match function",
+    ),
+    "a misspelled algorithm": (["algorithm=gpro"], "Available options in 'algorithm': cispo"),
     "a text for a number": (["optim.lr=fast"], "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
     "a fraction for a count": (["trainer.max_steps=2.5"], "trainer.max_steps: Value '2.5' of type 'float'"),
     "a number that is too small": (
@@ -74,13 +77,13 @@ MISTAKES = {
     "an unknown choice": (["rollout.mode=asynch"], "expected sync, one_step_off or async; did you mean async?"),
     "an argument of vLLM": (["sglang.gpu_memory_utilization=0.5"], "is not an argument of this SGLang"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
-    "a misspelt argument of a part": (["algorithm.advantage.scale_reward=none"], "did you mean 'scale_rewards'?"),
+    "a misspelled argument of a part": (["algorithm.advantage.scale_reward=none"], "did you mean 'scale_rewards'?"),
     "a part that does not exist": (["algorithm.loss._target_=my_parts.Loss"], "my_parts.Loss: cannot be imported"),
     "a loss of the user with other arguments": (
         ["algorithm.loss._target_=my_parts.rows"],
         "algorithm.loss: rows ({run}/my_parts.py:9) takes (), but mrl calls it with (inputs)",
     ),
-    "a misspelt aggregation": (["algorithm.aggregation=sequence_means"], "did you mean sequence_mean?"),
+    "a misspelled aggregation": (["algorithm.aggregation=sequence_means"], "did you mean sequence_mean?"),
     "a learning-rate schedule without an end": (["optim.lr_schedule=cosine"], "lr_decay_steps=0"),
     "nodes without Slurm": (["cluster.nodes=2"], "add cluster=slurm"),
     "a secret in the config": ([*JUDGE, "++reward.api_key=abcdefgh"], "set reward.api_key='${{oc.env:API_KEY}}'"),
@@ -101,7 +104,7 @@ MISTAKES = {
         [FUNCTION, "reward.path=/nowhere/my.py"],
         "there is no such file; expected a Python file",
     ),
-    "a misspelt reward function": (
+    "a misspelled reward function": (
         [FUNCTION, "reward.path={bad}/good.py", "reward.name=compute_scores"],
         "did you mean 'compute_score'?",
     ),
@@ -182,7 +185,7 @@ MISTAKES = {
 }
 AS_COMMANDS = ("an unknown key", "a reward that raises", "a missing column")
 CORE = {
-    *("an argument with dashes", "a misspelt reward function", "a reward without return", "a damaged model"),
+    *("an argument with dashes", "a misspelled reward function", "a reward without return", "a damaged model"),
     *("a reward that needs a missing module", "a missing column", "an unknown key", "a broken line"),
 }
 

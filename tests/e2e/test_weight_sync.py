@@ -20,7 +20,7 @@ from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.weight_sync import sender
 from mrl.weight_sync.disk_sync import ExpectedChecksums
 from mrl.weight_sync.engine_control import EngineControl, EngineError, WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.weight_sync.sender import BucketSender, fill_buffer
 from mrl.weight_sync.transports import ProcessGroupEndpoint, SharedMemorySendEndpoint
 
@@ -64,7 +64,7 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
             assert logprob_difference(engine) > TOLERANCE, "the engine still has the old weights"
             version = next(VERSIONS)
             report = sync.push(version)
-            check_sglang_checksums(engine, engine.client, Topology())
+            check_sglang_checksums(engine, engine.client, EngineParallelSizes())
             assert report.uncompressed_bytes == size and report.tensors == 47 and report.buckets > 1
             assert report.bytes < 0.95 * size if delta and number else report.bytes == size
             assert logprob_difference(engine) < TOLERANCE
@@ -137,7 +137,7 @@ def test_an_engine_that_stores_weights_in_other_shapes_is_refused(one_rank, engi
     shutil.copytree(engine.folder, tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
-    why = r"engine rank 0 stores \d+ parameters differently.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\], the table says"
+    why = r"engine rank 0 stores \d+ parameters differently.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\] float32, the table"
     with pytest.raises(ValueError, match=why), connected([engine.server.url], tmp_path / "other", {}):
         pass
     engine.client.end_weight_update()
@@ -253,7 +253,7 @@ def test_weights_are_pushed_to_an_engine_with_data_parallel_attention(one_rank, 
         perturb(ours.model)
         with connected([server.url], engine.folder, dict(ours.model.state_dict())) as sync:
             sync.push(next(VERSIONS))
-        check_sglang_checksums(ours, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
+        check_sglang_checksums(ours, EngineClient(server.url, timeout_s=240), EngineParallelSizes(2, dp=2))
 
 
 @pytest.mark.extended

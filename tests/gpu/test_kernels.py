@@ -14,7 +14,9 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 
-def attention_in_bfloat16_and_float64(rank: int) -> None:
+def attention_in_bfloat16_and_float64(
+    rank: int, window_size: tuple[int, int] | None, softmax_type: str = "vanilla"
+) -> None:
     """Compare attention in bfloat16 with attention in float64. Only bfloat16 on a GPU uses the variable-length kernel."""
     import torch
 
@@ -24,18 +26,29 @@ def attention_in_bfloat16_and_float64(rank: int) -> None:
 
     segments = [Segment(33), *[Segment(n, 0) for n in (5, 17, 1)], Segment(64), Segment(7, 4), Segment(128)]
     packed = pack(segments, device())
-    config = SimpleNamespace(kv_channels=64, attention_dropout=0.0)
-    attention = PackedAttention(config, 1, None, "self")
+    config = SimpleNamespace(
+        kv_channels=64,
+        num_attention_heads=8,
+        params_dtype=torch.bfloat16,
+        attention_dropout=0.0,
+        softmax_type=softmax_type,
+        window_size=window_size,
+        window_attn_skip_freq=None,
+    )
+    attention = PackedAttention(config, 1, None, "self").to(device())
     total = sum(s.length for s in segments)
     torch.manual_seed(0)
+    sinks = list(attention.parameters())
+    for parameter in sinks:
+        torch.nn.init.normal_(parameter)
     shape = dict(device=device(), dtype=torch.bfloat16)
     inputs = [torch.randn(total, heads, 64, **shape).requires_grad_() for heads in (8, 2, 2)]
     fast = attention(*inputs, packed_seq_params=packed)
     exact = attention(*[x.double() for x in inputs], packed_seq_params=packed)
     torch.testing.assert_close(fast.double(), exact, atol=2e-2, rtol=2e-2)
     weight = torch.randn_like(exact)
-    fast_grads = torch.autograd.grad((fast.double() * weight).sum(), inputs)
-    exact_grads = torch.autograd.grad((exact * weight).sum(), inputs)
+    fast_grads = torch.autograd.grad((fast.double() * weight).sum(), inputs + sinks)
+    exact_grads = torch.autograd.grad((exact * weight).sum(), inputs + sinks)
     for mine, theirs in zip(fast_grads, exact_grads, strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), atol=5e-2, rtol=5e-2)
 
@@ -91,7 +104,16 @@ def step_with_few_and_many_micro_batches(rank: int, folder: str, kind: str, dtyp
 
 
 def test_attention_in_bfloat16_equals_the_exact_attention(run_program):
-    run_program(ParallelDims(), attention_in_bfloat16_and_float64)
+    run_program(ParallelDims(), attention_in_bfloat16_and_float64, None)
+
+
+def test_attention_with_a_window_in_bfloat16_equals_the_exact_attention(run_program):
+    run_program(ParallelDims(), attention_in_bfloat16_and_float64, (19, 0))
+
+
+@pytest.mark.parametrize("window_size", [None, (19, 0)], ids=["whole", "window"])
+def test_attention_with_sinks_in_bfloat16_equals_the_exact_attention(run_program, window_size):
+    run_program(ParallelDims(), attention_in_bfloat16_and_float64, window_size, "learnable")
 
 
 def test_chunked_logprobs_equal_those_of_whole_logits_with_bounded_memory(run_program):

@@ -96,7 +96,7 @@ def verl_advantages(
         "old_log_probs": columns["old_logprobs"],
         "sum_pi_squared": columns["sum_pi_squared"],
         "reward_baselines": torch.tensor(batch.greedy_rewards),
-        "non_tensor_batch": batch.parts,
+        "non_tensor_batch": batch.reward_parts,
         "batch": {"prompts": prompt, "attention_mask": torch.cat([prompt, pad.mask], 1).long()},
         **{name: pad(value) if isinstance(value, np.ndarray) else value for name, value in others.items()},
     }

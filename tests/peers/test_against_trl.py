@@ -177,5 +177,5 @@ def test_advantages_of_several_rewards_are_those_of_trl(peer, seed):
     rewards = np.random.default_rng(seed).normal(size=(12, 2))
     expected = peer(trl_advantages, rewards, 4, {"multi_objective_aggregation": "normalize_then_sum"})
     parts = {"first": rewards[:, 0], "second": rewards[:, 1]}
-    batch = AdvantageInputs(rewards.sum(1), np.repeat(np.arange(3), 4), np.ones(12, int), parts=parts)
+    batch = AdvantageInputs(rewards.sum(1), np.repeat(np.arange(3), 4), np.ones(12, int), reward_parts=parts)
     np.testing.assert_allclose(GDPO()(batch), expected, rtol=1e-6, atol=1e-9)

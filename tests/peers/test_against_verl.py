@@ -91,7 +91,7 @@ def estimate(estimator, batch: AdvantageInputs, whiten: bool = False) -> np.ndar
             batch.lengths,
             np.zeros(len(batch.groups), bool),
             batch.token_rewards,
-            batch.parts,
+            batch.reward_parts,
         )
         pipeline = AdvantagePipeline(estimator, PPOClip(), whiten=True)
         return pipeline(scored, batch.columns, 0.0, [0]).columns["advantages"]
@@ -168,10 +168,10 @@ def test_a_response_alone_in_its_group_has_advantage_zero_and_in_verl_its_reward
     batch = make_batch(0, sizes=(1, 3))
     estimator, _, verl_name, settings = ESTIMATORS[name]
     found, expected = estimate(estimator, batch), peer(verl_advantages, verl_name, batch, settings)
-    alone = batch.groups[batch.rows] == 0
+    alone = batch.groups[batch.response_of_token] == 0
     np.testing.assert_allclose(found[~alone], expected[~alone], rtol=1e-7, atol=1e-9)
     assert (found[alone] == 0).all()
-    reward = 0.0 if name == "rloo_vectorized" else batch.rewards[batch.rows][alone]
+    reward = 0.0 if name == "rloo_vectorized" else batch.rewards[batch.response_of_token][alone]
     np.testing.assert_allclose(expected[alone], reward, rtol=1e-5)
 
 

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from test_published_configs import ANY, DEEPSEEK_V3, GLM45_AIR, QWEN, QWEN3_8B, QWEN3_30B_A3B
+from published_dense_configs import ANY, QWEN, QWEN3_8B, QWEN35_27B
+from published_moe_configs import DEEPSEEK_V3, GLM45_AIR, QWEN3_30B_A3B, QWEN3_NEXT_80B
 
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
@@ -34,6 +35,8 @@ MODELS = {
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "DeepSeek-V3": DEEPSEEK_V3,
     "GLM-4.5-Air": GLM45_AIR,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B,
+    "Qwen3.5-27B": QWEN35_27B,
 }
 assert QWEN.items() <= QWEN3_235B_A22B.items(), "fields of the Qwen family"
 FULL = [

@@ -273,6 +273,21 @@ def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_st
         np.testing.assert_array_equal(found.columns[name], column)
 
 
+def test_responses_with_offline_advantages_count_once_under_a_resampling():
+    """Offline rows with data.offline.advantage may have no reward. By the reward 0, they would never be drawn."""
+    scored = make_scored()
+    given = np.full(len(LENGTHS), np.nan)
+    given[[1, 2, 5]] = 1.0  # response 1 has no tokens
+    scored = replace(scored, rewards=np.where(np.isnan(given), 1.0, 0.0), offline_advantages=given)
+    pipeline = AdvantagePipeline(GRPO(), PPOClip(), resampling=PolicyFiltration(per_group=False))
+    for seed in range(5):
+        found = pipeline(scored, {}, 0.0, [seed])
+        in_file, sampled = ~np.isnan(given) & (LENGTHS > 0), np.isnan(given) & (LENGTHS > 0)
+        assert (found.counts[in_file] == 1).all() and not found.rejected[in_file].any()
+        assert found.counts[sampled].sum() == sampled.sum() and found.counts.sum() == (LENGTHS > 0).sum()
+    assert pipeline(replace(scored, offline_advantages=np.ones(len(LENGTHS))), {}, 0.0, [0]).counts.max() == 1
+
+
 def every_second(rewards, groups, rng):
     return np.arange(len(rewards)) % 2 * 2
 
@@ -289,9 +304,9 @@ def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
     scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
     found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
     assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.rejected.tolist() == (found.counts == 0).tolist()
-    for wrong, shape in ((one_too_many, 6), (half, 5)):
+    for wrong, array in ((one_too_many, r"shape \(6,\)"), (half, r"shape \(5,\), which contains 0\.5")):
         with pytest.raises(
-            ValueError, match=rf"{wrong.__name__}.* returned an array of shape \({shape},\).*of 5 responses"
+            ValueError, match=rf"{wrong.__name__}.* returned an array of {array}; expected 5 whole numbers"
         ):
             replace(pipeline, resampling=wrong)(scored, {}, 0.0, [0])
 
@@ -303,13 +318,13 @@ def test_rows_outside_a_selection_count_zero_times_under_a_resampling():
     np.testing.assert_array_equal(found.rejected, found.counts == 0)
 
 
-def test_given_advantages_replace_those_of_the_estimator_after_whitening():
+def test_offline_advantages_replace_those_of_the_estimator_after_whitening():
     scored, columns = make_scored(), make_columns(12)
     given = np.full(len(LENGTHS), np.nan)
     given[[2, 3]] = 0.5, 0.0
     plain = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(scored, columns, 0.0, [0])
     found = AdvantagePipeline(GRPO(), PPOClip(), whiten=True)(
-        replace(scored, given_advantages=given), columns, 0.0, [0]
+        replace(scored, offline_advantages=given), columns, 0.0, [0]
     )
     expected = plain.columns["advantages"].copy()
     for row, span in enumerate(spans(LENGTHS)):
@@ -319,7 +334,7 @@ def test_given_advantages_replace_those_of_the_estimator_after_whitening():
     assert found.zero_advantage[3] and not found.zero_advantage[2]
     chosen = np.array([False, False, True, True, True, False, False])
     part = AdvantagePipeline(GRPO(), PPOClip()).of_rows(
-        chosen, replace(scored, given_advantages=given), columns, 0.0, [0]
+        chosen, replace(scored, offline_advantages=given), columns, 0.0, [0]
     )
     assert set(part.columns["advantages"][list(spans(LENGTHS)[2])]) == {0.5}, "a selection keeps them"
 

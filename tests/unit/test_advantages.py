@@ -92,13 +92,13 @@ def loop_grpo_batch(batch):
 def loop_gpg(batch):
     rewards = loop_rewards(batch)
     varied = by_group(batch, rewards, lambda r, i, n: float(max(r) > min(r)))
-    centred = by_group(batch, rewards, lambda r, i, n: r[i] - mean(r))
-    return centred * len(rewards) / max(varied.sum(), 1)
+    centered = by_group(batch, rewards, lambda r, i, n: r[i] - mean(r))
+    return centered * len(rewards) / max(varied.sum(), 1)
 
 
 def loop_gdpo(batch):
-    total = 0.5 * by_group(batch, batch.parts["right"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
-    total = total + by_group(batch, batch.parts["short"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
+    total = 0.5 * by_group(batch, batch.reward_parts["right"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
+    total = total + by_group(batch, batch.reward_parts["short"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
     return (total - mean(total)) / (std(total) + 1e-4)
 
 
@@ -172,7 +172,10 @@ BATCHWISE = {
     "gpg": (GPG(), loop_gpg),
     "gdpo": (GDPO(weights={"right": 0.5}), loop_gdpo),
     "remax": (ReMax(), lambda b: np.array(loop_rewards(b)) - b.greedy_rewards),
-    "remax_to_go": (ReMax(to_go=True), lambda b: loop_to_go(b, b.token_rewards, 1.0) - b.greedy_rewards[b.rows]),
+    "remax_to_go": (
+        ReMax(to_go=True),
+        lambda b: loop_to_go(b, b.token_rewards, 1.0) - b.greedy_rewards[b.response_of_token],
+    ),
     "reinforce_pp": (ReinforcePlusPlus(0.9), lambda b: loop_to_go(b, b.token_rewards, 0.9)),
     "otb": (OptimalTokenBaseline(), loop_otb),
     "otb_without_tail": (OptimalTokenBaseline(zero_tail=False), lambda b: loop_otb(b, zero_tail=False)),
@@ -220,14 +223,14 @@ def test_advantages_are_those_of_the_paper(name, sizes, seed):
 def test_the_order_of_rows_does_not_matter(name, sizes, seed):
     batch = make_batch(seed, sizes)
     order = np.random.default_rng(seed).permutation(len(batch.groups))
-    tokens = np.concatenate([np.flatnonzero(batch.rows == row) for row in order])
+    tokens = np.concatenate([np.flatnonzero(batch.response_of_token == row) for row in order])
     moved = AdvantageInputs(
         batch.token_rewards[tokens],
         batch.groups[order],
         batch.lengths[order],
         {name: values[tokens] for name, values in batch.columns.items()},
         batch.greedy_rewards[order],
-        {name: values[order] for name, values in batch.parts.items()},
+        {name: values[order] for name, values in batch.reward_parts.items()},
     )
     np.testing.assert_allclose(
         broadcast_to_tokens(estimate(name, moved), moved),
@@ -356,7 +359,7 @@ def test_gdpo_distinguishes_responses_that_grpo_does_not():
     """The paper's example: rewards (0, 1) and (0, 2) in groups of two look the same to GRPO."""
     parts = {"a": np.array([0.0, 1.0, 0.0, 1.0]), "b": np.array([0.0, 0.0, 0.0, 1.0])}
     total, groups = parts["a"] + parts["b"], np.array([0, 0, 1, 1])
-    batch = AdvantageInputs(total, groups, np.ones(4, int), parts=parts)
+    batch = AdvantageInputs(total, groups, np.ones(4, int), reward_parts=parts)
     grpo, gdpo = GRPO(eps=1e-12)(batch), GDPO(eps=1e-12, normalize_batch=False)(batch)
     np.testing.assert_allclose(grpo[1], grpo[3])
     np.testing.assert_allclose(gdpo[3], 2 * gdpo[1])
@@ -367,14 +370,14 @@ def test_gdpo_lists_the_parts_of_the_reward_for_an_unknown_weight():
     with pytest.raises(ValueError, match=r"weights=.*wrong.*the reward has the parts right, short"):
         GDPO(weights={"wrong": 1.0})(batch)
     alone = AdvantageInputs(np.array([1.0, 0.0, 0.5, 0.5]), np.array([0, 0, 1, 1]), np.ones(4, int))
-    np.testing.assert_array_equal(GDPO()(alone), GDPO()(replace(alone, parts={"reward": alone.rewards})))
+    np.testing.assert_array_equal(GDPO()(alone), GDPO()(replace(alone, reward_parts={"reward": alone.rewards})))
 
 
 def test_gdpo_is_exactly_zero_in_a_group_of_equal_parts():
     rng = np.random.default_rng(0)
     parts = {name: np.repeat(rng.normal(size=4), 3) for name in ("a", "b")}
     parts["a"][:3] = [1.0, 2.0, 4.0]
-    batch = AdvantageInputs(parts["a"] + parts["b"], np.repeat(np.arange(4), 3), np.ones(12, int), parts=parts)
+    batch = AdvantageInputs(parts["a"] + parts["b"], np.repeat(np.arange(4), 3), np.ones(12, int), reward_parts=parts)
     assert (GDPO()(batch)[3:] == 0).all() and (GDPO()(batch)[:3] != 0).all()
 
 
@@ -389,7 +392,7 @@ def test_distillation_may_be_combined_with_a_reward_advantage():
     np.testing.assert_allclose(found.returns, gae.returns)
     assert mixed.needs == {"teacher_logprobs", "old_logprobs", "values"}
     grouped = OnPolicyDistillation(coef=0.0, reward=GRPO())(batch)
-    np.testing.assert_allclose(grouped.advantages, GRPO()(batch)[batch.rows])
+    np.testing.assert_allclose(grouped.advantages, GRPO()(batch)[batch.response_of_token])
     assert grouped.returns is None
 
 

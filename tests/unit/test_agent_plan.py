@@ -43,7 +43,10 @@ def test_the_prefix_cache_is_off(inputs, tmp_path, override):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("+rollout.agent.parser.end='</tool>'", "rollout.agent.parser: '</tool>' should end a turn, but is 7 tokens"),
+        (
+            "+rollout.agent.parser.end='</tool>'",
+            "rollout.agent.parser: '</tool>' should end a turn, but this model has no single token for it",
+        ),
         (
             "+rollout.agent.max_turn=3",
             "rollout.agent.max_turn: mrl.rollout.agents.tool_agent.ToolAgent has no argument 'max_turn'; did",

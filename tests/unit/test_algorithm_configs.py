@@ -90,7 +90,7 @@ def test_the_parts_make_an_update(name):
         groups=np.array([0, 0, 1, 1]),
         lengths=case.lengths,
         truncated=np.array([False, True, False, False]),
-        parts={"right": np.array([1.0, 0.0, 1.0, 0.0]), "short": rng.random(4)},
+        reward_parts={"right": np.array([1.0, 0.0, 1.0, 0.0]), "short": rng.random(4)},
         greedy_rewards=np.array([0.5, 0.5, 0.0, 0.0]),
     )
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
@@ -176,7 +176,7 @@ def test_the_page_lists_every_correction_by_its_name():
     assert named == set(CORRECTIONS) - {"none"}
 
 
-DOCS = Path("docs/concepts/algorithms.md").read_text()
+DOCS = "\n".join(Path(f"docs/concepts/{page}.md").read_text() for page in ("algorithms", "corrections"))
 MODULES = ("losses", "sequence_losses", "advantages", "distillation", "preference", "corrections", "filters")
 INTERFACES = {
     *("Advantage", "Correction", "Filter", "Loss", "Resampling", "ValueLossFunction"),
@@ -188,7 +188,7 @@ SOURCE = re.compile(r"arXiv \d{4}\.\d{5}\b|\]\(https?://[^\s)]+\)|^no paper: \w+
 
 @dataclass(frozen=True)
 class PartRow:
-    """A row of a table on the page about the parts of algorithms."""
+    """A row of a table on the pages about the parts of algorithms."""
 
     line: str
     names: frozenset[str]  # names of classes, and values of config keys

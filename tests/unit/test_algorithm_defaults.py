@@ -48,7 +48,7 @@ DEFAULTS = {
         "top_k": None,
         "temperature": None,
         "coef": 1.0,
-        "policy": None,
+        "reward_loss": None,
     },
     losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
     losses.PolicyGradient: {},
@@ -97,7 +97,7 @@ DEFAULTS = {
     corrections.OffPolicyMask: {"delta": 0.05},
     # KL penalty and filters
     objective.EntropyBonus: {"coef": 0.0, "target": None, "step": 0.005, "max_coef": 1.0},  # Skywork-OR1; trl's bound
-    kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
+    kl.KLPenalty: {"coef": 0.001, "kind": None, "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
     filters.NonzeroVariance: {"tolerance": 0.0, "metric": None},  # equation 11 of DAPO: not all rewards are equal
     filters.PolicyFiltration: {"method": "pow", "power": 2.0, "per_group": True},
     filters.RewardRange: {"low": 0.2, "high": 0.8, "metric": None},  # as in PRIME

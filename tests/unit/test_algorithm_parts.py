@@ -80,6 +80,10 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
             "algorithm.advantage: .* rejects its arguments: correction.numerator='current'",
         ),
         (
+            ["algorithm=otb", OTB_CORRECTION, "++algorithm.advantage.correction.veto=1e-4"],
+            "algorithm.advantage: .* rejects its arguments: correction.veto=0.0001: baselines cannot reject responses",
+        ),
+        (
             ["algorithm=gdpo", "++algorithm.kl_in_reward.coef=0.1"],
             "GDPO does not use token rewards; use algorithm.kl_in_loss",
         ),
@@ -88,6 +92,11 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
         (["++algorithm.kl_in_loss.coeff=1"], "algorithm.kl_in_loss.coeff: .* did you mean 'coef'"),
         ([UNKNOWN], "names entropy in its attribute `needs`; expected names out of entropies, old_logprobs"),
         ([VALUES], "algorithm.correction needs values of a critic"),
+        (
+            ["algorithm=dapo", "correction=bypass_pg_is"],
+            r"algorithm.loss.clip_low: .*PolicyGradient has no argument 'clip_low'; it takes nothing. If the config sets it for "
+            r"another class, remove it: ~algorithm.loss.clip_low ~algorithm.loss.clip_high$",
+        ),
         (
             ["algorithm.aggregation=mean"],
             "algorithm.aggregation='mean': expected token_mean, sequence_mean, fixed_length",

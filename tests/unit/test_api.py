@@ -48,7 +48,7 @@ def test_a_function_of_a_module_becomes_its_name():
         ({"run.dri": "x"}, "did you mean 'run.dir'"),
         (["trainer.max_steps=many"], "trainer.max_steps"),
         ("experiment=quickstart", "expected a list of overrides"),
-        ({"reward": lambda inputs: 0.0}, "write this one into a module file of its own"),
+        ({"reward": lambda inputs: 0.0}, "give a function or class at the top level of an importable module"),
     ],
     ids=["an unknown key", "a wrong type", "a string", "a lambda"],
 )
@@ -58,10 +58,10 @@ def test_a_mistake_in_the_settings_is_a_value_error(settings, said):
 
 
 def test_a_slurm_job_is_refused():
-    with pytest.raises(ValueError, match="submit Slurm jobs with the command"):
+    with pytest.raises(ValueError, match="to submit a Slurm job, use the command"):
         mrl.train(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
     for function in (mrl.generate, mrl.evaluate):
-        with pytest.raises(ValueError, match=f"submit Slurm jobs with the command `mrl {function.__name__}`"):
+        with pytest.raises(ValueError, match=f"to submit a Slurm job, use the command `mrl {function.__name__}`"):
             function(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
 
 
@@ -76,7 +76,7 @@ def test_a_command_gets_the_whole_config(monkeypatch, tmp_path):
         line = [sys.executable, "-P", "-m", "mrl.cli", command, *arguments, "--cfg", "job", "--resolve"]
         printed.append(subprocess.run(line, capture_output=True, text=True, check=True, timeout=300).stdout)
 
-    monkeypatch.setattr(api, "_start", compose)
+    monkeypatch.setattr(api, "_run_child", compose)
     mrl.train(config)
     (tmp_path / "printed.yaml").write_text(printed[0])
     text = printed[0]
@@ -113,7 +113,7 @@ def test_a_closed_stderr_does_not_block_a_command(monkeypatch):
     """The child writes more than fits into a pipe, although the parent has no stderr for this output."""
     monkeypatch.setattr(sys, "stderr", None)
     code = "import sys; sys.stderr.write('x' * 300_000 + '\\n'); sys.exit(3)"
-    monkeypatch.setattr(api, "_line", lambda command, arguments: [sys.executable, "-c", code])
+    monkeypatch.setattr(api, "_command_line", lambda command, arguments: [sys.executable, "-c", code])
     with pytest.raises(mrl.CommandError) as failed:
         mrl.convert("check", model_path="x")
     assert failed.value.status == 3

@@ -61,7 +61,7 @@ ANY = (None, 3, 2.5, True, {"a": 1})
 # kind of row -> (function that makes a line with a random source, reported column, part of the reported reason)
 KINDS = {
     "no prompt": (lambda r: line(without("prompt")), "prompt", "is missing; found data_source, ability"),
-    "misnamed prompt": (lambda r: line(without("prompt") | {"promt": "1"}), "prompt", "did you name it 'promt'?"),
+    "misnamed prompt": (lambda r: line(without("prompt") | {"promt": "1"}), "prompt", "did you mean 'promt'?"),
     "no reward model": (
         lambda r: line(without("reward_model")),
         "reward_model",

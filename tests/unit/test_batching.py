@@ -25,7 +25,7 @@ class Ragged:
     rows: NDArray[np.int64]
     cost: CostModel
     max_tokens: int
-    parts: int
+    num_replicas: int
     share_prompts: bool
 
     @classmethod
@@ -41,7 +41,7 @@ class Ragged:
             rows=np.flatnonzero(draw.random(size) < draw.choice([0.1, 0.8, 1.0])),
             cost=CostModel(1.0, float(draw.choice([0.0, 0.01, 3.0]))),
             max_tokens=int(draw.choice([1, 20, 400, 5000])),
-            parts=int(draw.choice([1, 2, 3, 8, 64])),
+            num_replicas=int(draw.choice([1, 2, 3, 8, 64])),
             share_prompts=bool(draw.integers(2)),
         )
 
@@ -93,7 +93,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(seed):
         pack
         for equal, multiple in [(True, 1), (False, 4)]
         for replica in plan_micro_batches(
-            batch.units(), batch.parts, batch.max_tokens, equal_counts=equal, multiple_of=multiple
+            batch.units(), batch.num_replicas, batch.max_tokens, equal_counts=equal, multiple_of=multiple
         )
         for pack in replica
     ]
@@ -115,22 +115,24 @@ def test_a_plan_has_the_required_numbers_of_micro_batches(seed):
 
     def counts(equal_counts, multiple_of):
         replicas = plan_micro_batches(
-            units, batch.parts, batch.max_tokens, equal_counts=equal_counts, multiple_of=multiple_of
+            units, batch.num_replicas, batch.max_tokens, equal_counts=equal_counts, multiple_of=multiple_of
         )
         return [len(replica) for replica in replicas]
 
-    needed = [len(pack_units(part, batch.max_tokens)) for part in partition_units(units, batch.parts)]
+    needed = [len(pack_units(part, batch.max_tokens)) for part in partition_units(units, batch.num_replicas)]
     assert counts(False, 1) == needed
-    assert counts(True, 1) == [max(needed)] * batch.parts
+    assert counts(True, 1) == [max(needed)] * batch.num_replicas
     assert counts(False, 4) == [4 * -(-count // 4) for count in needed]
-    assert counts(True, 4) == [4 * -(-max(needed) // 4)] * batch.parts
+    assert counts(True, 4) == [4 * -(-max(needed) // 4)] * batch.num_replicas
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
+def test_rows_of_a_group_are_neighbors_and_others_are_sorted_by_length(seed):
     batch = Ragged.of(seed)
     lengths = batch.prompt_lengths + batch.response_lengths
-    for replica in plan_micro_batches(batch.units(), batch.parts, batch.max_tokens, equal_counts=False, multiple_of=1):
+    for replica in plan_micro_batches(
+        batch.units(), batch.num_replicas, batch.max_tokens, equal_counts=False, multiple_of=1
+    ):
         for pack in replica:
             if batch.share_prompts:
                 groups = batch.groups[pack]
@@ -144,7 +146,7 @@ def test_the_same_batch_is_planned_identically(seed):
     first, second = (
         plan_micro_batches(
             Ragged.of(seed).units(),
-            Ragged.of(seed).parts,
+            Ragged.of(seed).num_replicas,
             Ragged.of(seed).max_tokens,
             equal_counts=True,
             multiple_of=2,
@@ -159,9 +161,9 @@ def test_the_same_batch_is_planned_identically(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them_without_cuts(seed):
     batch = Ragged.of(seed)
-    uncut = make_units(**{**vars(batch), "parts": 1, "share_prompts": True})
+    uncut = make_units(**{**vars(batch), "num_replicas": 1, "share_prompts": True})
     cut = make_units(**{**vars(batch), "share_prompts": True})
-    heaviest, before = (costs_of(partition_units(units, batch.parts)).max() for units in (cut, uncut))
+    heaviest, before = (costs_of(partition_units(units, batch.num_replicas)).max() for units in (cut, uncut))
     assert heaviest <= before * (1 + 1e-9)
     assert len(cut) >= len(uncut)
 
@@ -309,7 +311,7 @@ def test_a_swap_may_fill_a_pack_exactly(units, loads):
 
 
 @pytest.mark.parametrize(("selected", "most", "step"), [(200, 256, 1), (255, 256, 1), (256, 256, 2), (600, 256, 3)])
-def test_a_search_step_compares_evenly_spaced_units_and_all_empty_ones(selected, most, step):
+def test_a_search_step_compares_evenly_spaced_items_and_all_empty_ones(selected, most, step):
     flags = np.ones(selected + 2, bool)
     expected = [*range(0, selected, step), selected, selected + 1]
-    assert batching._sample_units(flags, selected, most).tolist() == expected
+    assert batching._sample_items(flags, selected, most).tolist() == expected

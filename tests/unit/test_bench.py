@@ -18,8 +18,8 @@ from mrl import cli
 from mrl.bench import sections
 from mrl.bench.sections import SECTIONS, Bench, Section, SectionJob
 from mrl.commands import bench
+from mrl.core.code_locations import PACKAGE_ROOT
 from mrl.core.command_names import SUBCOMMANDS
-from mrl.core.installation import PACKAGE_ROOT
 
 CASES = """
 import os, signal, subprocess, sys, time

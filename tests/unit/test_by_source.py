@@ -196,7 +196,7 @@ def test_sums_of_sources_and_sources_of_sums_may_be_nested():
     assert len(list(single_rewards(outer))) == 5
 
 
-def test_every_response_has_the_terms_that_gdpo_normalises():
+def test_every_response_has_the_terms_that_gdpo_normalizes():
     reward = BySource({"sum": Weighted({"right": Constant(1), "short": Constant(2)}), "plain": Constant(5)})
     both = Scorer(reward)(of_sources("sum", "plain"))
     assert [score.terms for score in both] == [{"right": 1.0, "short": 2.0}, {"reward": 5.0}]

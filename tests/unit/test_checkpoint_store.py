@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mrl.checkpoint import store as checkpoint
 from mrl.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore, find_checkpoint
-from parallel import file_hashes
+from parallel import durable_files
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
@@ -110,10 +110,10 @@ def test_hashes_of_the_writers_are_used_and_their_files_are_not_read_again(tmp_p
     partial = store.begin()
     (partial / "actor").mkdir()
     (partial / "actor/shard").write_bytes(b"w")
-    file_hashes.write_hashes(partial / "actor", {"shard": (1, "hash of the writer")})
+    durable_files.write_hashes(partial / "actor", {"shard": (1, "hash of the writer")})
     committed = store.commit(partial, 1, {})
     assert committed.files["actor/shard"] == (1, "hash of the writer")
-    assert committed.files.keys() == {"actor/shard", f"actor/{file_hashes.HASHES_FILE}"}
+    assert committed.files.keys() == {"actor/shard", f"actor/{durable_files.HASHES_FILE}"}
 
 
 def test_a_copy_with_another_content_is_not_a_checkpoint(tmp_path, monkeypatch, caplog):

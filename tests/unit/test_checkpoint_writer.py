@@ -1,4 +1,4 @@
-"""ForkedWriter of parallel.checkpoint_writer: which memory it writes, which files it keeps open, and how it ends."""
+"""BackgroundWriter of parallel.checkpoint_writer: which memory it writes, which files it keeps open, and how it ends."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from mrl_runs import is_alive, wait_until
 
 from parallel import checkpoint_writer
-from parallel.checkpoint_writer import CheckpointSave, ForkedWriter, _copy_to_host
+from parallel.checkpoint_writer import BackgroundWriter, CheckpointSave, _copy_to_host
 
 
 def test_a_fork_writes_the_memory_of_the_time_of_the_fork(tmp_path):
@@ -22,15 +22,15 @@ def test_a_fork_writes_the_memory_of_the_time_of_the_fork(tmp_path):
         wait_until(gate.exists, 20)
         return float(numbers.sum())
 
-    writer = ForkedWriter(total, in_fork=True)
+    writer = BackgroundWriter(total, in_fork=True)
     numbers += 1
     gate.touch()
     assert writer.result(timeout_s=20) == 0
-    assert ForkedWriter(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
+    assert BackgroundWriter(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
 
 
 def test_a_writer_does_not_keep_the_output_of_its_parent_open():
-    writer = ForkedWriter(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
+    writer = BackgroundWriter(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
     assert writer.result(timeout_s=20) == ["/dev/null"] * 2
 
 
@@ -41,11 +41,11 @@ def fail() -> None:
 @pytest.mark.parametrize("in_fork", [False, True])
 def test_result_raises_the_error_of_the_write(in_fork):
     with pytest.raises(RuntimeError, match=r"OSError: .* No space left on device"):
-        ForkedWriter(fail, in_fork).result(timeout_s=20)
+        BackgroundWriter(fail, in_fork).result(timeout_s=20)
 
 
 def test_a_killed_writer_is_done_and_its_result_raises():
-    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
+    writer = BackgroundWriter(lambda: time.sleep(60), in_fork=True)
     assert not writer.is_done()
     os.kill(writer._process.pid, signal.SIGKILL)
     wait_until(writer.is_done, 20)
@@ -54,7 +54,7 @@ def test_a_killed_writer_is_done_and_its_result_raises():
 
 
 def test_a_writer_that_exceeds_its_timeout_is_killed():
-    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
+    writer = BackgroundWriter(lambda: time.sleep(60), in_fork=True)
     pid = writer._process.pid
     with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
         writer.result(timeout_s=0.1)
@@ -64,7 +64,7 @@ def test_a_writer_that_exceeds_its_timeout_is_killed():
 
 
 def leave_a_writer(answer) -> None:
-    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
+    writer = BackgroundWriter(lambda: time.sleep(60), in_fork=True)
     answer.send(writer._process.pid)
     time.sleep(60)
 

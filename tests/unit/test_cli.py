@@ -1,4 +1,4 @@
-"""The commands themselves: version, help texts, hints for misspelt commands, and completion scripts."""
+"""The commands themselves: version, help texts, hints for misspelled commands, and completion scripts."""
 
 import re
 import shutil
@@ -10,8 +10,8 @@ import pytest
 from mrl import cli
 from mrl.commands import completion
 from mrl.config.hydra_entry import is_known_override
+from mrl.core.code_locations import CONF
 from mrl.core.command_names import COMMANDS, SUBCOMMANDS
-from mrl.core.installation import CONF
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -20,7 +20,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.parametrize("word, near", [("trian", "train"), ("smaples", "samples"), ("evalute", "evaluate")])
-def test_a_misspelt_command_names_the_nearest(word, near, capsys):
+def test_a_misspelled_command_names_the_nearest(word, near, capsys):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == f"mrl: unknown command {word!r}; did you mean {near!r}?\n"
     assert cli.main(["xyz"]) == 2
@@ -46,12 +46,13 @@ def test_a_wrong_option_shows_usage_once(capsys):
 
 
 def test_subcommands_are_those_of_the_commands():
-    from mrl.commands import convert, data
+    from mrl.commands import convert, data, family
 
     assert set(SUBCOMMANDS["convert"]) == set(convert.KINDS)
     kinds = next(action for action in data.parser()._actions if action.dest == "kind")
     assert set(SUBCOMMANDS["data"]) == set(kinds.choices)
     assert set(SUBCOMMANDS["completion"]) == set(completion.SHELLS)
+    assert family.main(["--help"]) == 0 and all(f"mrl family {name} " in family.HELP for name in SUBCOMMANDS["family"])
     assert SUBCOMMANDS.keys() <= COMMANDS.keys()
 
 

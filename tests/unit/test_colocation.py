@@ -276,7 +276,7 @@ def test_a_worker_group_loads_its_model_before_calls_that_need_device_memory():
         *("rendezvous_address", "setup", "connect_engines", "offload", "load_to_device"),
         *("load_supervised_dataset", "add_column", "mean_log_ratio"),
         "load_teacher_weights",  # loads into host memory
-        *("save_finished", "finish_save", "abandon_save", "cpu_seconds", "close"),
+        *("save_has_ended", "finish_save", "abandon_save", "cpu_seconds", "close"),
         "begin_step",  # starts the step's profile, without the model
         "push_weights",  # the scheduler loads the weights around a push
     }

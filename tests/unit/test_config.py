@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from models.megatron_overrides import FIELDS_SET_BY_MRL, check_load_balancing, check_megatron_overrides
+from models.megatron_overrides import (
+    FIELDS_SET_BY_MRL,
+    FP8_MULTIPLE,
+    FP8_RECIPES,
+    check_fp8_recipe,
+    check_load_balancing,
+    check_megatron_overrides,
+)
 from mrl.commands import config as config_command
 from mrl.commands.config import markdown_page, metrics_page
 from mrl.config import hydra_entry
@@ -100,7 +107,7 @@ def test_checks_accept_the_defaults():
 
 
 def test_the_number_of_keys_is_deliberate():
-    assert len(list(key_fields())) == 244
+    assert len(list(key_fields())) == 251
 
 
 def test_each_key_has_a_description_and_plausible_metadata():
@@ -157,7 +164,24 @@ def test_mrl_config_describes_keys(capsys):
     ("overrides", "message"),
     [
         ({"tp_comm_overlap": True}, "its buffers have a fixed size"),
-        ({"fp8": "hybrid"}, "megatron.fp8=hybrid: needs Transformer Engine, which is not installed"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+            "megatron.fp8=hybrid: needs Transformer Engine, which is not installed",
+        ),
+        (
+            {"fp8": "hybrid"},
+            "megatron.fp8_recipe is unset, and Megatron's default is delayed: this recipe reduces statistics",
+        ),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "delayed"},
+            "a run hangs when replicas have different numbers of micro-batches; set megatron.fp8_recipe to tensorwise, "
+            "blockwise or mxfp8.",
+        ),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "megatron.fp8_recipe=custom: mrl does not support this recipe"),
+        (
+            {"fp4": "e2m1"},
+            "megatron.fp4=e2m1 is not supported, because mrl pads packs only for FP8",
+        ),
         (
             {"fp8_param": True},
             "megatron.fp8_param=True: checkpoints, offloading and the push of weights to engines need",
@@ -171,6 +195,14 @@ def test_mrl_config_describes_keys(capsys):
 def test_overrides_of_megatron_that_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_megatron_overrides(overrides, derived=FIELDS_SET_BY_MRL)
+
+
+def test_fp8_pads_packs_for_every_recipe():
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    assert all(FP8_MULTIPLE % get_fp8_align_size(Fp8Recipe(recipe)) == 0 for recipe in FP8_RECIPES)
+    check_fp8_recipe({"fp8": None, "fp8_recipe": "delayed"})  # has no effect
 
 
 def test_balancing_losses_that_mean_nothing_for_packs_are_refused():

@@ -19,7 +19,7 @@ from models.conversion.hf_writer import write_export
 from models.conversion.megatron_checkpoint import torch_save_tensor
 from models.hf_config import HFConfig
 from mrl.commands.convert import main
-from parallel import file_hashes
+from parallel import durable_files
 
 
 class Watcher:
@@ -302,7 +302,7 @@ def test_a_changed_bit_of_an_exported_folder_is_found_where_the_folder_is_loaded
     model, export = make_family("qwen3", tmp_path / "model"), tmp_path / "export"
     write_export(iter(tensors_of(model).items()), HFConfig.load(model), export, {"note.txt": "hello"})
     check_hf_folder(export)
-    assert file_hashes.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
+    assert durable_files.read_hashes(export).keys() == {path.name for path in export.iterdir()} - {"mrl_hashes.json"}
     flip_bit(export / name)
     with pytest.raises(ValueError, match=re.escape(name)):
         check_hf_folder(export)
@@ -373,6 +373,13 @@ def test_check_computes_logits_in_a_new_process(tmp_path, capfd):
     model = make_family("qwen3", tmp_path / "model")
     assert main(["check", f"model.path={model}"]) == 0
     assert "logits / transformers" in capfd.readouterr().out
+
+
+def test_the_logits_of_a_reward_model_cannot_be_checked(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert main(["check", f"model.path={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "Qwen3ForSequenceClassification has a score head" in error and "logits=false skips this check" in error
 
 
 def test_the_command_converts_there_and_back(tmp_path, capsys):

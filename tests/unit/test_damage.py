@@ -27,7 +27,7 @@ from mrl.core.jsonl import JsonLinesFile
 from mrl.core.sample_file import SampleFile, TextSample, read_samples
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog
 from mrl.tracking.backends import _stored_run_id
-from parallel import file_hashes
+from parallel import durable_files
 
 STEPS, LAST = 6, 4  # the run has six steps; its newest checkpoint is of step 4
 CORE = 60  # number of seeds in the core tests
@@ -51,7 +51,7 @@ def write_run(folder: Path, model: Path) -> None:
             (partial / part).mkdir()
             for name in ("__0_0.distcp", "__0_1.distcp", ".metadata"):
                 (partial / part / name).write_bytes(random.randbytes(2000))
-            file_hashes.write_hashes(partial / part, {})
+            durable_files.write_hashes(partial / part, {})
         store.commit(partial, step, {"progress": {"step": step}, "prompts": {"drawn": [8 * step]}, "config": config})
     for name in ("metrics.jsonl", "ledger.jsonl", "eval.jsonl"):
         lines = JsonLinesFile(folder / name)

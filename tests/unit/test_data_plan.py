@@ -11,7 +11,7 @@ from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_step_data import plan_sampling
+from mrl.controller.plan_step import plan_sampling
 from mrl.controller.plan_supervised import warm_start_settings
 from mrl.controller.plan_train import _server_args
 from mrl.data.synthetic_tasks import make_doubling_task
@@ -163,7 +163,7 @@ def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
         ("weight: 2", "data.test_sets.x.weight: unknown key"),
     ],
 )
-def test_a_misspelt_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
+def test_a_misspelled_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], {node}}}}}")
 

@@ -69,12 +69,17 @@ def test_a_library_that_cannot_be_imported_is_hidden_before_the_first_import_of_
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_plan_refuses_fields_that_need_a_transformer_engine_that_cannot_be_imported(process_with_gpu, broken):
+def test_a_plan_refuses_fields_that_need_a_transformer_engine_that_cannot_be_imported(
+    process_with_gpu, own_records, broken
+):
     code = f"raise {MISSING_FILE}" if broken else ""
     process_with_gpu({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": code})
-    for overrides in ({"fp8": "hybrid"}, {"moe_grouped_gemm": True}):
+    for overrides in ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, {"moe_grouped_gemm": True}):
         with pytest.raises(ValueError, match="which is not installed or cannot be") if broken else nullcontext():
             check_megatron_overrides(overrides)
+    assert device.capabilities().transformer_engine is not broken
+    warnings = [record for record in own_records() if record.levelno >= logging.WARNING]
+    assert len(warnings) == broken, "the plan and the layers of a process import the library once"
 
 
 def test_an_apex_without_its_extensions_is_not_used(capabilities, caplog):

@@ -119,6 +119,12 @@ def test_the_text_names_every_process_pool_and_total():
         assert word in text, text
 
 
+def test_other_models_work_before_the_critic():
+    text = device_map_text(planned_device_map(make_pools({}, PPO | {"judge": SlotDemand(2)}), 8))
+    order = [text.index(f"{role} works") for role in ("judge", "critic", "actor")]
+    assert order == sorted(order), text
+
+
 def test_many_equal_nodes_share_one_row():
     text = device_map_text(
         planned_device_map(make_pools({}, {"actor": SlotDemand(512, 8), "engines": SlotDemand(64, 8)}), 8)

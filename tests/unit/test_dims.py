@@ -42,7 +42,7 @@ def test_every_rank_has_unique_coordinates(dims):
         assert {getattr(place, axis) for place in places} == set(range(getattr(dims, axis)))
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_pipeline_stages_are_farthest_apart():
+def test_tensor_parallel_ranks_are_neighbors_and_pipeline_stages_are_farthest_apart():
     dims = ParallelDims(tp=2, cp=3, dp=5, pp=7)
     assert dims.coords(1) == RankCoords(tp=1, cp=0, dp=0, pp=0)
     assert dims.coords(2) == RankCoords(tp=0, cp=1, dp=0, pp=0)
@@ -128,13 +128,13 @@ def test_experts_that_do_not_fit_raise_an_error_with_sizes_that_do(tp, cp, dp, e
 
 @many
 @given(layouts())
-def test_replicas_run_in_lockstep_if_a_copy_of_the_experts_spans_several(dims):
+def test_replicas_need_equal_micro_batch_counts_if_a_copy_of_the_experts_spans_several(dims):
     per_replica = dims.tp * dims.cp
     spans = [
         {rank // per_replica for rank in range(start, start + dims.ep * dims.expert_tp)}
         for start in expert_starts(dims)
     ]
-    assert dims.lockstep == any(len(replicas) > 1 for replicas in spans)
+    assert dims.equal_micro_batch_counts == any(len(replicas) > 1 for replicas in spans)
 
 
 def expert_starts(dims: ParallelDims) -> range:
@@ -151,7 +151,7 @@ def test_the_ranks_of_an_export_contain_all_their_groups(dims, has_experts):
     blocks = [
         dims.tp,
         *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else []),
-    ]  # sizes of groups of neighbouring ranks
+    ]  # sizes of groups of neighboring ranks
     groups = [set(range(start, start + size)) for size in blocks for start in range(0, dims.world_size, size)]
     groups += [set(range(place, dims.world_size, stage)) for place in range(stage)]  # the ranks of each pipeline
     assert 0 in chosen
@@ -212,9 +212,10 @@ def moe() -> Architecture:
         (
             dense,
             dict(pp=2, vpp=3),
-            "parallel.pp x vpp=6 does not divide num_hidden_layers=28 of this model; use 1, 2, 4,",
+            "parallel.pp x parallel.vpp=6 does not divide num_hidden_layers=28 of this model; choose pp and vpp whose product is "
+            "one of 1, 2, 4, 7, 14, 28.",
         ),
-        (dense, dict(pp=28, vpp=2), "parallel.pp x vpp=56 does not divide num_hidden_layers=28"),
+        (dense, dict(pp=28, vpp=2), "parallel.pp x parallel.vpp=56 does not divide num_hidden_layers=28"),
         (dense, dict(tp=3), "parallel.tp=3 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=16), "parallel.tp=16 does not divide num_key_value_heads=8 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=32), "parallel.tp=32 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),

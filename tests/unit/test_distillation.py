@@ -22,14 +22,14 @@ from mrl.config.validate import roles_of, teachers_of
 from mrl.controller.plan_distillation import (
     check_distillation,
     check_taught_sources,
-    output_layer_folders,
     taught_responses,
+    teacher_output_layer_folders,
 )
 from mrl.controller.plan_models import plan_models
 from mrl.controller.plan_train import learning_settings
 from mrl.core.types import TeacherPart, TokenBlock, TrainBatch, teacher_outputs_by_row
 from mrl.rollout.client import EngineClient, EngineError
-from mrl.rollout.served_teacher import top_k_of_rows
+from mrl.rollout.served_models import top_k_of_rows
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import ComputedColumns
 from mrl.workers.model_trainers import RoleScorer
@@ -52,7 +52,7 @@ def test_the_loss_is_the_divergence_times_its_coefficient_plus_the_other_loss():
     torch.testing.assert_close(alone, 0.5 * values)
     assert metrics.keys() == {"distill/divergence"} and not metrics["distill/divergence"].requires_grad
     other, other_metrics = PPOClip()(inputs)
-    both, metrics = Distillation(coef=2.0, top_k=4, policy=PPOClip())(inputs)
+    both, metrics = Distillation(coef=2.0, top_k=4, reward_loss=PPOClip())(inputs)
     torch.testing.assert_close(both, 2 * values + other)
     assert metrics.keys() == {"distill/divergence", "distill/teacher_mass", "distill/policy_mass", *other_metrics}
     both.sum().backward()
@@ -61,7 +61,7 @@ def test_the_loss_is_the_divergence_times_its_coefficient_plus_the_other_loss():
 
 def test_the_loss_declares_what_it_reads_and_whether_log_probabilities_get_a_gradient():
     assert Distillation().needs == {"teacher_hidden"} and Distillation(top_k=3).needs == {"teacher_top_k"}
-    both = Distillation(policy=KLCov())
+    both = Distillation(reward_loss=KLCov())
     assert both.needs == {"teacher_hidden", "old_logprobs"} and both.uses_logprobs and not both.zero_without_advantage
     batch = AdvantageInputs(np.zeros(3), np.zeros(1, int), np.array([3]), {"old_logprobs": np.zeros(3, np.float32)})
     found = both.extra_columns(batch, np.ones(3, np.float32), np.random.default_rng(0))
@@ -105,13 +105,13 @@ def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_l
     config, algorithm, models = planned(tmp_path, "roles.teacher.parallel.tp=2")
     check_distillation(config, algorithm, models)
     assert list(models) == ["actor", "teacher"] and models["teacher"].dims.tp == 2
-    folders = output_layer_folders(config, algorithm, {"teacher": models["teacher"]})
+    folders = teacher_output_layer_folders(config, algorithm, {"teacher": models["teacher"]})
     assert folders == {"teacher": str(tmp_path / "Qwen3-8B")}
     assert not learning_settings(config, algorithm).reads_rewards
     assert algorithm.objective.correction is None
     top_k = planned(tmp_path, algorithm="distill_top_k")
     check_distillation(*top_k)
-    assert top_k[1].needs == {"teacher_top_k"} and not output_layer_folders(top_k[0], top_k[1], {})
+    assert top_k[1].needs == {"teacher_top_k"} and not teacher_output_layer_folders(top_k[0], top_k[1], {})
 
 
 def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_path):
@@ -126,7 +126,7 @@ def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_
 
 
 def test_only_a_loss_that_reads_sampled_tokens_is_corrected_by_default(tmp_path):
-    both = "++algorithm.loss.policy._target_=mrl.algorithms.losses.PPOClip"
+    both = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     assert planned(tmp_path, "rollout.mode=async")[1].objective.correction is None
     assert planned(tmp_path, "rollout.mode=async", both)[1].objective.correction == ImportanceSampling()
 
@@ -339,7 +339,7 @@ class Teacher(HttpEngine):
 
 
 def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token(monkeypatch):
-    monkeypatch.setattr("mrl.rollout.served_teacher.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mrl.rollout.served_models.RETRY_PAUSE_S", 0.01)
     servers = [Teacher(statuses=(BROKEN,)), Teacher()]
     block = TokenBlock.from_lists(
         [[10, 20], [30], [40]], [[11, 12, 13], [31], [41, 42]], sampled=[[True, False, True], [True], [True, True]]
@@ -355,10 +355,12 @@ def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token
     assert found["top_logprobs"].dtype == np.float32 and found["top_ids"].dtype == np.int32
     asked = [tuple(tokens) for server in servers for tokens in server.inputs]
     assert set(asked) == {(10, 20, 11, 12, 13), (40, 41, 42)} and len(asked) == 3, "one request is repeated"
+    none = top_k_of_rows(lambda: urls, block, np.array([], np.int64), 3, 10.0)
+    assert none["top_logprobs"].shape == (0, 4) and none["top_ids"].shape == (0, 3)
 
 
 def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkeypatch):
-    monkeypatch.setattr("mrl.rollout.served_teacher.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mrl.rollout.served_models.RETRY_PAUSE_S", 0.01)
     server, block = Teacher(statuses=(400,)), TokenBlock.from_lists([[1]], [[2]])
     try:
         with pytest.raises(EngineError, match="answered 400"):
@@ -375,7 +377,7 @@ def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkey
 def test_grpo_with_distillation_reads_rewards(tmp_path):
     both = [
         "algorithm.advantage._target_=mrl.algorithms.advantages.GRPO",
-        "++algorithm.loss.policy._target_=mrl.algorithms.losses.PPOClip",
+        "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip",
     ]
     config, algorithm, _ = planned(tmp_path, *both)
     assert isinstance(algorithm.advantage_pipeline.advantage, GRPO)

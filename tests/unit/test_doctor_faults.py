@@ -45,7 +45,7 @@ class Fault:
     also: frozenset = frozenset()  # (check, host) of the further findings that the fault causes
 
 
-NEEDS_GPUS = dict(gpus=8, needs_gpus=True, parameters=8 * 10**9)
+NEEDS_GPUS = dict(gpus=8, cannot_run_on_cpus=True, parameters=8 * 10**9)
 
 FAULTS = [
     # versions

@@ -8,32 +8,34 @@ import threading
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from simulated_hosts import matrix
 
 from mrl.commands import doctor
+from mrl.doctor import examine
 from mrl.doctor.checks.gpu_checks import check_gpus
-from mrl.doctor.checks.host_checks import check_memory
+from mrl.doctor.checks.host_checks import check_disk, check_memory, describe_libraries
 from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, check_interfaces, fix_interfaces
-from mrl.doctor.checks.software_checks import describe_libraries
-from mrl.doctor.checks.storage_checks import check_disk
 from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, multi_host_groups, run_ranks
 from mrl.doctor.examine import CHECKS, gather_facts
 from mrl.doctor.findings import DoctorFinding, Severity, exit_status, format_hosts, merge_findings, to_plain
+from mrl.doctor.gather import host_probe
 from mrl.doctor.gather.host_probe import (
-    CPU_LOCK,
-    GPU_LOCK,
+    CPU_LOCK_FILE,
+    GPU_LOCK_FILE,
     TESTED,
+    is_visible,
     locked_cuda,
     locked_versions,
     memory_limit,
+    parse_links,
     probe_folder,
     read_software,
 )
 from mrl.doctor.gather.network_probe import busy_ports, is_echo_server, serve_peers
-from mrl.doctor.gather.nvidia_smi import is_visible, parse_links
 from mrl.doctor.host_facts import (
     ClusterFacts,
     CollectiveResult,
@@ -48,7 +50,7 @@ from mrl.doctor.host_facts import (
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 from mrl.doctor.requirements import process_groups
 from mrl.hang_report.network_interfaces import NetworkInterface
-from mrl.rollout.engines.leases import PortLease
+from mrl.rollout.engines.server import PortLease
 from mrl.sweep.points import Sweep
 from parallel.dims import ParallelDims
 
@@ -184,6 +186,29 @@ def test_links_between_gpus_are_parsed_from_the_topology_matrix():
     assert parse_links("") == {}
 
 
+def test_a_driver_that_hangs_after_its_first_answer_is_an_error_of_the_host(monkeypatch):
+    def answer(*arguments: str, required: bool = True) -> str:
+        if arguments[:1] == ("topo",):
+            raise host_probe.NvidiaSmiError("nvidia-smi did not answer within 20 s")
+        return "0, GPU-00000000-11, NVIDIA H200, 143771, 1, 580.1, Disabled"
+
+    monkeypatch.setattr(host_probe.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(host_probe, "_run", answer)
+    assert host_probe.read_gpus().error == "nvidia-smi did not answer within 20 s"
+
+
+def test_a_host_that_joins_too_late_is_named(here, monkeypatch):
+    monkeypatch.setattr(examine, "gather_facts", lambda requirements, rank=0: here)
+    answers = {"requirements": {0: None}, "joined": {0: []}}
+    late = SimpleNamespace(
+        rank=1, size=2, send=lambda topic, value: None, receive=lambda topic, ranks, timeout_s: answers[topic]
+    )
+    report = examine.examine_hosts(late, lambda: None, examine.ExamineOptions(1.0, False))
+    (finding,) = report.findings
+    assert finding.hosts == (here.host,) and finding.check == "attendance" and "too late" in finding.what
+    assert exit_status(report.findings) == 2
+
+
 @pytest.mark.parametrize(
     ("variable", "visible"), [(None, True), ("1,0", True), ("GPU-0000", True), ("1", False), ("", False), ("-1", False)]
 )
@@ -236,7 +261,7 @@ def test_a_host_whose_rank_did_not_finish_is_named():
 
 
 def test_the_locked_versions_come_from_the_lock_files():
-    for gpu, path in ((False, CPU_LOCK), (True, GPU_LOCK)):
+    for gpu, path in ((False, CPU_LOCK_FILE), (True, GPU_LOCK_FILE)):
         text, versions = (ROOT / path).read_text(), locked_versions(gpu)
         assert set(TESTED) <= versions.keys()
         assert all(f"\n{name}=={version} " in text for name, version in versions.items())
@@ -307,6 +332,10 @@ def test_requests_of_other_programs_do_not_disturb_the_rendezvous():
     ("argv", "message"),
     [
         (["model"], "'model' is not of the form KEY=VALUE"),
+        (
+            ["--point=sweep/1", "parallel.tp=2"],
+            "'parallel.tp=2' with --point=sweep/1: the doctor checks the keys of this run of a sweep",
+        ),
         (["--rendezvous", "a:1"], "the number of hosts is unknown"),
         (["--rendezvous", "a:1", "--hosts", "2", "--rank", "2"], "one process per host"),
         (["--rendezvous", "192.0.2.9:1", "--hosts", "2", "--rank", "0"], "rank 0 cannot listen there"),
@@ -331,7 +360,7 @@ def test_an_error_in_the_config_is_a_finding(tmp_path):
 def test_requirements_are_derived_from_the_config(tmp_path):
     keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
     required = doctor.read_requirements([*keys, "parallel.tp=2", "parallel.dp=2"])
-    assert required.mistakes == [] and required.gpus == 5 and not required.needs_gpus, (
+    assert required.mistakes == [] and required.gpus == 5 and not required.cannot_run_on_cpus, (
         "four trainer ranks and an engine"
     )
     assert required.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
@@ -402,8 +431,12 @@ def test_the_parts_of_a_heterogeneous_job_may_have_different_numbers_of_gpus(her
 
 def test_a_broken_driver_does_not_matter_to_a_job_without_gpus(here):
     broken = with_cards(here, "h", 0, 0, "NVIDIA-SMI has failed because it couldn't communicate with the driver")
-    assert list(check_gpus(ClusterFacts([broken], Requirements(needs_gpus=False)))) == []
-    for allocated, required in ((0, None), (None, Requirements(needs_gpus=False)), (1, Requirements(needs_gpus=False))):
+    assert list(check_gpus(ClusterFacts([broken], Requirements(cannot_run_on_cpus=False)))) == []
+    for allocated, required in (
+        (0, None),
+        (None, Requirements(cannot_run_on_cpus=False)),
+        (1, Requirements(cannot_run_on_cpus=False)),
+    ):
         host = replace(broken, gpus=replace(broken.gpus, allocated=allocated))
         (finding,) = check_gpus(ClusterFacts([host], required))
         assert "no GPU can be used" in finding.what

@@ -84,7 +84,7 @@ def dims(draw) -> ParallelDims:
 
 
 def formula(case: Case, denominator_rows: NDArray[np.int64], aggregation: str) -> float:
-    """Return the loss, normalised over `denominator_rows`. Rows that are not trained contribute 0."""
+    """Return the loss, normalized over `denominator_rows`. Rows that are not trained contribute 0."""
     if aggregation == "token_mean":
         return float(np.concatenate([case.values[row] for row in denominator_rows]).mean())
     if aggregation in ("fixed_length", "sequence_sum"):
@@ -154,7 +154,7 @@ def test_mini_batches_hold_whole_groups_and_differ_by_at_most_one_group(case, co
 
 @many
 @given(cases(), aggregations)
-def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
+def test_the_loss_is_normalized_over_skipped_rows_too(case, aggregation):
     weights = case.rank_batches(aggregation)[0].weights
     assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
     lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
@@ -194,7 +194,7 @@ def test_an_aggregation_of_the_user_gets_the_groups_of_the_mini_batch(case):
 @given(cases(), aggregations)
 def test_replicas_have_equal_metrics_of_micro_batches_if_the_layout_needs_it(case, aggregation):
     counts = [len(batch.micro_batches) for batch in case.rank_batches(aggregation)]
-    assert len(set(counts)) == 1 or not case.dims.lockstep
+    assert len(set(counts)) == 1 or not case.dims.equal_micro_batch_counts
     assert all(count % case.dims.pp == 0 for count in counts) or case.dims.vpp == 1
 
 

@@ -13,7 +13,7 @@ from mrl.algorithms.parts import build_algorithm
 from mrl.config.instantiate import instantiate_callable
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_prompts import load_prompt_datasets, plan_evaluations
-from mrl.controller.plan_step_data import (
+from mrl.controller.plan_step import (
     check_epochs,
     check_sampling,
     num_steps,
@@ -26,8 +26,13 @@ from mrl.controller.plan_step_data import (
 )
 from mrl.core.types import OFFLINE
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.offline_groups import known_rollout_logprobs, offline_groups, with_offline_column
-from mrl.rollout.trajectory import control_columns, to_block
+from mrl.rollout.trajectory import (
+    control_columns,
+    known_rollout_logprobs,
+    offline_groups,
+    to_block,
+    with_offline_column,
+)
 
 
 @pytest.fixture
@@ -133,7 +138,7 @@ def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config
     own = config(
         "++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=index",
         "++data.sampler.stages=4", "rollout.prompts_per_step=10",
-        "++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty",
+        "++rollout.group_sizes._target_=mrl.data.samplers.ByDifficulty",
     )  # fmt: skip
     train = prompts_of(own)
     rules = plan_prompt_drawing(own, train)
@@ -169,7 +174,7 @@ def broken_sampler(chosen):
             "data.sampler: mrl.data.samplers.Curriculum failed: row 0 of the training prompts has no hard in extra_info",
         ),
         (
-            ["++rollout.group_sizes._target_=mrl.data.group_sizes.ByDifficulty", "++rollout.group_sizes.least=9"],
+            ["++rollout.group_sizes._target_=mrl.data.samplers.ByDifficulty", "++rollout.group_sizes.least=9"],
             "rollout.group_sizes: least=9, most=32, but rollout.responses_per_prompt=8",
         ),
     ],
@@ -204,8 +209,8 @@ def offline(config, inputs, tmp_path):  # noqa: F811
         rows = []
         for row in pq.read_table(inputs / "train.parquet").to_pylist()[:3]:
             for response, reward in ((row["reward_model"]["ground_truth"], 1.0), ("5", 0.0)):
-                behaviour = [-0.5] * (len(response) + 1) if logprobs and reward else None
-                rows.append(dict(prompt=row["prompt"], response=response, reward=reward, logprobs=behaviour))
+                behavior = [-0.5] * (len(response) + 1) if logprobs and reward else None
+                rows.append(dict(prompt=row["prompt"], response=response, reward=reward, logprobs=behavior))
         (tmp_path / "offline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         own = config(f"data.offline.path={tmp_path}/offline.jsonl", *overrides)
         actor = plan_model(own, own.model.path)

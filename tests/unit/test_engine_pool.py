@@ -39,7 +39,7 @@ def check_completions(pool, count: int = len(PROMPTS)) -> None:
     assert [completion.token_ids for completion in completions] == [[number + 1] for number in range(count)]
 
 
-def test_prompts_are_split_evenly_and_neighbours_share_an_engine(serve):
+def test_prompts_are_split_evenly_and_neighbors_share_an_engine(serve):
     servers = [serve(), serve(), serve()]
     with engine_pool(*servers) as pool:
         check_completions(pool)
@@ -97,6 +97,42 @@ def test_a_refused_request_is_not_retried(serve):
     with engine_pool(only) as pool, pytest.raises(EngineError, match="/generate answered 400: out of tokens"):
         pool.generate_all(PROMPTS[:10], PARAMS[:10])
     assert only.posts == 1
+
+
+class AbortingEngine(HttpEngine):
+    """An engine that aborts its first `aborts` requests. `before_abort` is called before each of these answers."""
+
+    def __init__(self) -> None:
+        self.aborts, self.before_abort = 4, lambda: None
+        super().__init__()
+
+    def answer(self, ids):
+        answer = super().answer(ids)
+        if self.posts > self.aborts:
+            return answer
+        self.before_abort()
+        return {"output_ids": [], "meta_info": answer["meta_info"] | {"finish_reason": {"type": "abort"}}}
+
+
+def test_requests_that_a_pause_aborts_are_sent_again_and_are_no_faults():
+    """With weight_sync.pause_mode=abort, each push aborts the running requests."""
+    engine = AbortingEngine()
+    try:
+        with engine_pool(engine) as pool:
+
+            def push() -> None:
+                pool.paused = True
+                pool.paused = False
+
+            engine.before_abort = push
+            check_completions(pool, 1)
+            assert pool.take_failed() == {} and pool.take_metrics()["rollout/retried_responses"] == 0
+            engine.aborts, engine.before_abort = 100, lambda: None
+            with pytest.raises(EngineError, match="aborted 1 of 1 responses"):
+                check_completions(pool, 1)
+    finally:
+        engine.stop()
+    assert engine.posts == 5 + 3, "max_response_attempts limits the requests that no pause aborts"
 
 
 def test_a_request_that_fails_on_every_engine_raises(serve):

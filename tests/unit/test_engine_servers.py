@@ -12,7 +12,7 @@ import pytest
 from http_engines import spec_of
 
 from mrl.config.process_schema import FaultToleranceConfig
-from mrl.core.installation import python_path
+from mrl.core.code_locations import python_path
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts, ray_engine, server

@@ -16,8 +16,7 @@ import ray.exceptions
 
 from mrl.config.hydra_entry import _run_job
 from mrl.config.schema import Config, RunConfig
-from mrl.core.error_report import MAX_LINES, error_lines, report_error
-from mrl.core.run_errors import ProcessesLostError, StartError, describe_exit
+from mrl.core.run_errors import MAX_LINES, ProcessesLostError, StartError, describe_exit, error_lines, report_error
 
 
 class RayTaskError(Exception):

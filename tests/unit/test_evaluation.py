@@ -122,7 +122,7 @@ def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
         for estimate in (summary.pass_at[k], summary.maj_at[k]):
             assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
     b = found.summaries[1]
-    assert (b.prompts, b.responses, b.cut_fraction, b.unanswered_fraction) == (3, 12, 1 / 12, 4 / 12)
+    assert (b.prompts, b.responses, b.truncated_fraction, b.unanswered_fraction) == (3, 12, 1 / 12, 4 / 12)
     assert b.mean_score.value == pytest.approx(0.25 + 0.75 * 5 / 12) and b.failed_fraction == 0
 
 
@@ -297,7 +297,7 @@ def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
     expected = np.mean([brute_force(texts, 2) for texts in list(TEXTS.values())[:2]], axis=0)
     found = (summary["pass_at"]["2"]["value"], summary["maj_at"]["2"]["value"])
     assert found == pytest.approx(tuple(expected))
-    assert summary["mean_tokens"] is None and summary["cut_fraction"] is None
+    assert summary["mean_tokens"] is None and summary["truncated_fraction"] is None
     shown = capsys.readouterr().out
     assert "60: 8 responses; 0.0% not scored" in shown
 
@@ -387,9 +387,7 @@ def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path
     assert [(s.name, s.prompts, s.responses) for s in both] == [("a", 1, 2), ("b", 1, 2), ("overall", 2, 4)]
     with pytest.raises(ValueError, match=re.escape(f"{file}, row 0, column 'completion': is missing")) as wrong:
         evaluate(tmp_path / "mine.jsonl", config_of(**{"evaluate.columns": names | dict(response="completion")}))
-    assert "did you name it 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(
-        wrong.value
-    )
+    assert "did you mean 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(wrong.value)
 
 
 def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):

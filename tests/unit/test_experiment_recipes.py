@@ -1,4 +1,4 @@
-"""Every experiment that is labelled "not run" composes, fits into the memory of its GPUs, and uses whole nodes."""
+"""Every experiment that is labeled "not run" composes, fits into the memory of its GPUs, and uses whole nodes."""
 
 from pathlib import Path
 
@@ -33,9 +33,9 @@ def planned(experiment, folder, *overrides):
     return config_of(model, folder, "plan.prompt_tokens=1024", *teacher, *overrides, experiment=experiment)
 
 
-def test_every_planned_recipe_is_labelled_and_checked_here():
-    labelled = {file.stem for file in EXPERIMENTS.glob("*.yaml") if LABEL in " ".join(file.read_text().split("\n# "))}
-    assert labelled == RECIPES.keys() | {SUPERVISED}
+def test_every_planned_recipe_is_labeled_and_checked_here():
+    labeled = {file.stem for file in EXPERIMENTS.glob("*.yaml") if LABEL in " ".join(file.read_text().split("\n# "))}
+    assert labeled == RECIPES.keys() | {SUPERVISED}
 
 
 @pytest.mark.extended_after(3)

@@ -3,16 +3,24 @@
 import json
 import re
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
 from tiny_families import FAMILIES as TINY
-from tiny_families import LLAMA3_ROPE, SIZES, YARN_ROPE
+from tiny_families import IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from mrl.config import hydra_entry
+from mrl.controller.plan_models import plan_model
+from mrl.planner.model_shape import ModelShape
+from parallel.dims import ParallelDims
+from parallel.rope import Rope, YarnRope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
@@ -20,7 +28,7 @@ PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 def saved(folder: Path, prefix: str, **fields) -> dict:
     """Return the config.json that transformers writes."""
     fields = deepcopy(fields)  # some config classes modify their arguments
-    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
+    config = config_class(prefix)(architectures=[f"{prefix}ForCausalLM"], **fields)
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
 
@@ -41,15 +49,28 @@ def fields(tmp_path):
     return of
 
 
+# fields of which no family supports the default: half of the head_dim of Glm4Moe, 42, is odd; sliding windows
+NOT_DEFAULT: dict[str, dict] = {"Glm4Moe": dict(head_dim=128), "Mistral": dict(sliding_window=None)}
+
+
 def test_every_family_has_a_tiny_model():
-    assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} == FAMILIES.keys()
+    of_images = {f"{prefix}ForConditionalGeneration" for prefix, *_ in IMAGE_FAMILIES.values()}
+    assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} | of_images == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
-    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # the default head_dim is 42, and half of it is odd
-    found = saved(tmp_path, prefix, **fields)
+    found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
     assert read(found).num_layers == found["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_reward_model_has_the_name_of_the_classifier_of_transformers(prefix):
+    reward_model = HFConfig("c", dict(architectures=[f"{prefix}ForCausalLM"])).as_reward_model()
+    assert reward_model.as_reward_model() == reward_model
+    assert reward_model.family_architecture == f"{prefix}ForCausalLM"
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config_class(prefix).model_type)
+    assert known == (None if prefix in ("Glm4Moe", "MiniMaxM2") else reward_model.architecture)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -128,10 +149,71 @@ def test_no_ignored_field_is_read_by_a_family():
             dict(num_experts_per_tok=6),
             "ranked by their best two experts; expected 4 or 5 experts per token",
         ),
+        ("glm4_moe", dict(n_group=None), "n_group=None is not supported; expected a number of 1 or more"),
+        ("glm4_moe", dict(topk_group=0), "topk_group=0 is not supported; expected a number of 1 or more"),
         ("glm4_moe_plain", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
+        ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha=1.0 is not supported; expected 1.702"),
+        ("gpt_oss", dict(experts_per_token=4), "experts_per_token=4 is not supported; expected None or 2"),
+        (
+            "gpt_oss",
+            dict(layer_types=["full_attention"]),
+            "sliding_attention or full_attention for each of the 2 layers",
+        ),
+        (
+            "gpt_oss",
+            dict(quantization_config=dict(quant_method="fp8")),
+            "expected quant_method='mxfp4' or no quantization",
+        ),
+        ("gpt_oss", dict(num_experts=8), "num_experts=8, num_local_experts=4 are names of one field"),
+        ("minimax_m2", dict(use_qk_norm=False), "use_qk_norm=False is not supported; expected True"),
+        ("minimax_m2", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
+        ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=[1, 0] is not supported"),
+        ("minimax_m2", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
+        ("minimax_m2", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not known"),
+        ("olmo2", dict(sliding_window=9), "sliding_window=9 is not known to Olmo2ForCausalLM"),
+        ("olmo3", dict(sliding_window=None), "sliding_window=None is not supported; expected a number of tokens"),
+        ("olmo3", dict(layer_types=["full_attention"]), "sliding_attention or full_attention for each of the 4 layers"),
+        ("olmo3", dict(layer_types=["linear_attention"] * 4), "layer_types=['linear_attention', "),
+        ("olmo3", dict(rope_theta=10000.0), "rope_theta=10000.0 is not supported; expected 500000.0"),
+        ("olmo3", dict(rope_parameters=YARN_ROPE), "expected parameters for full_attention and for sliding_attention"),
+        (
+            "olmo3",
+            dict(rope_parameters=None, rope_scaling=dict(YARN_ROPE, truncate=False)),
+            "truncate=false of the rotary",
+        ),
+        ("phi3", dict(sliding_window=47), "sliding_window=47 is not supported; expected null, or at least"),
+        ("phi3", dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported; expected 0.0"),
+        ("phi3", dict(attention_bias=True), "attention_bias=True is not supported; expected False"),
+        ("phi3", dict(rope_parameters=YARN_ROPE), "a rotary embedding of YarnRope is not supported"),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(short_factor=[1.0, 2.0])),
+            "short_factor=[1.0, 2.0] of the rotary embedding: expected a list of 3 positive numbers",
+        ),
+        (
+            "phi3_long",
+            dict(rope_parameters=LONG_ROPE["rope_parameters"] | dict(factor=2.0)),
+            "factor=2.0 of the rotary embedding is not supported; expected max_position_embeddings /",
+        ),
+        ("mistral", dict(sliding_window=63), "sliding_window=63 is not supported; expected null, or at least"),
+        ("mistral", dict(attention_bias=True), "attention_bias=True is not known to MistralForCausalLM"),
+        ("qwen3_5", dict(attn_output_gate=False), "attn_output_gate=False is not supported; expected True"),
+        ("qwen3_5", dict(output_gate_type="sigmoid"), "output_gate_type='sigmoid' is not supported"),
+        (
+            "qwen3_5",
+            dict(layer_types=["full_attention"]),
+            "linear_attention or full_attention for each of the 2 layers",
+        ),
+        ("qwen3_5", dict(layer_types=["sliding_attention"] * 2), "layer_types=['sliding_attention', "),
+        ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=8 is not supported; expected a multiple of"),
+        ("qwen3_5", dict(num_experts=4), "num_experts=4 is not known to Qwen3_5ForCausalLM"),
+        ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -150,36 +232,109 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     assert read(old) == read(new)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
-        ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
-    ],
-)
-def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name, change, message):
-    config = HFConfig("config.json", fields(name) | change)
-    family = family_of(config)
-    with pytest.raises(ValueError, match=message):
-        family.check_engine(config, family.read(config))
+def test_gated_delta_nets_have_a_linear_cost(fields):
+    """Two layers: a gated delta net and attention with an output gate. The MLPs and the output layer are counted apart."""
+    arch = read(fields("qwen3_5"))
+    linear, quadratic = arch.multiply_adds()
+    assert quadratic == 2 * 4 * 16 / 2, "scores and values of four heads"
+    keys, values, kernel = 4 * 8, 8 * 6, 4
+    recurrent = 32 * (2 * keys + 3 * values + 2 * 8) + kernel * (2 * keys + values) + 3 * values * 8
+    attention = 32 * (2 * 64 + 2 * 32 + 64)
+    assert linear == recurrent + attention + 2 * 3 * 32 * 48 + 32 * 41
+    shape = ModelShape.of(FAMILIES["Qwen3_5ForCausalLM"], arch)
+    norms = 4 * 32 + 2 * 16 + 6 + 2 * 8  # and two numbers for each head of the gated delta net
+    assert shape.token_macs == linear + norms
+    assert (shape.num_attention_layers, shape.recurrence.rule_macs) == (1, 3 * values * 8)
 
 
-ALIKE = ["llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mixtral", "glm4_moe", "deepseek_v3"]
-
-
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
-    config = HFConfig("config.json", fields(name))
-    family_of(config).check_engine(config, read(fields(name)))
-
-
-def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
-    left = {name: value for name, value in fields("deepseek_v3").items() if name != "topk_method"}
-    config = HFConfig("config.json", left)
+def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
+    known = fields("qwen3_5") | dict(num_key_value_heads=4, linear_num_key_heads=2)
     with pytest.raises(
-        ValueError, match='SGLang requires fields that transformers omits; add "topk_method": "noaux_tc"'
+        ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
     ):
-        family_of(config).check_engine(config, read(left))
+        read(known).check_layout(ParallelDims(tp=4))
+
+
+def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(fields):
+    known = fields("phi3_long")
+    assert known["max_position_embeddings"] == 64 and read(known).max_position_embeddings == 48
+    assert read(known).rope.factor == 64 / 48
+
+
+def test_the_config_says_which_layers_have_a_window(fields):
+    arch = read(fields("olmo3") | dict(layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"]))
+    assert [arch.has_window(layer) for layer in range(4)] == [False, True, True, False]
+    assert arch.transformer["window_size"] == (8, 0)
+    without = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4, sliding_window=None))
+    assert "window_size" not in without.transformer and not without.has_window(0)
+
+
+def test_layers_with_a_window_have_a_linear_cost(fields):
+    windowed = read(fields("olmo3"))
+    full = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4))
+    (linear, quadratic), (full_linear, full_quadratic) = windowed.multiply_adds(), full.multiply_adds()
+    assert quadratic == full_quadratic / 4 and full_quadratic == 4 * 2 * 32 / 2
+    assert linear - full_linear == 3 * 2 * 32 * 9, "three layers: scores and values of 32 channels, for 9 keys"
+    shape = ModelShape.of(FAMILIES["Olmo3ForCausalLM"], windowed)
+    assert shape.attended_squares(10.0) == 10.0 and shape.attended_squares(100.0) == (3 * 2 * 9 + 100) / 4
+
+
+def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
+    arch = read(fields("olmo3"))
+    assert (arch.rope.rope_theta, arch.local_rope.rope_theta) == (5000.0, 300.0)
+    old = {name: value for name, value in fields("olmo3").items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
+    arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
+    assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
+
+
+def test_a_gpt_oss_config_without_rope_parameters_has_yarn(fields):
+    known = {name: value for name, value in fields("gpt_oss").items() if name != "rope_parameters"}
+    rope = read(known).rope
+    assert rope == YarnRope(
+        rope_theta=150000.0,
+        dim=16,
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+
+
+def test_only_layers_with_sinks_force_packed_attention(fields, monkeypatch):
+    from models import model_builder
+
+    monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
+    for name, is_packed in (("gpt_oss", True), ("mixtral", False)):
+        assert model_builder.uses_packed_attention(read(fields(name)), share_prompts=False) == is_packed
+
+
+def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
+    fields("olmo3")  # writes config.json
+    keys = ["model.dtype=float32", "run.dir=out", "parallel.cp=2", "trainer.share_prompts=false"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides([f"model.path={tmp_path}", *keys]))
+    why = (
+        r"trainer.share_prompts=false with parallel.cp=2: on GPUs, .* set trainer.share_prompts=true, or parallel.cp=1"
+    )
+    with pytest.raises(ValueError, match=why):
+        plan_model(config, str(tmp_path), weights=False)
+    plan_model(replace(config, trainer=replace(config.trainer, share_prompts=True)), str(tmp_path), weights=False)
+    fields("gpt_oss")  # with sinks, Transformer Engine never computes the attention
+    plan_model(config, str(tmp_path), weights=False)
+
+
+def test_the_field_rotary_dim_sets_the_rotated_components(fields):
+    known = {name: value for name, value in fields("minimax_m2").items() if name != "partial_rotary_factor"}
+    known |= dict(rope_parameters=SIZES["rope_parameters"])
+    assert read(known | dict(rotary_dim=8)).rope.dim == 8
+    assert read(known | dict(rotary_dim=8, partial_rotary_factor=0.25)).rope.dim == 4
+    assert read(known | dict(rotary_dim=None)).rope.dim == 16
+
+
+def test_seed_oss_has_no_dropout(fields):
+    assert fields("seed_oss")["attention_dropout"] == 0.1
+    assert "attention_dropout" not in read(fields("seed_oss")).transformer
 
 
 def test_a_family_can_rotate_a_part_of_each_head():
@@ -209,9 +364,8 @@ def test_a_user_defined_family_is_loaded_from_its_file(tmp_path, fields, monkeyp
 
 
 def test_the_family_in_the_documentation_works(tmp_path, fields):
-    (text,) = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/tutorials/model.md").read_text(), re.DOTALL
-    )
+    page = (Path(__file__).parents[2] / "docs/tutorials/model.md").read_text()
+    (text,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "MINE = " in block)
     (tmp_path / "shown.py").write_text(text)
     known = fields("llama") | dict(architectures=["MineForCausalLM"], residual_scale=1.0)
     reference = f"{tmp_path}/shown.py:MINE"

@@ -11,7 +11,7 @@ from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import EntropyBonus
 from mrl.algorithms.parts import Coefficients
 from mrl.controller.loop_parts import Phases, StepMetrics
-from mrl.controller.plan_step_data import num_prompts
+from mrl.controller.plan_step import num_prompts
 from mrl.controller.trainer import Trainer, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptedError, ProcessesLostError, UnhealthyRunError
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
@@ -29,6 +29,7 @@ class World:
         self.saved: dict[int, dict] = {}
         self.recoveries: list[int | None] = []
         self.logged: list[int] = []
+        self.begun_samples: list[int] = []  # index of the step for each call that writes samples
         self.preemption_requested = False
 
     def reach(self, point: str) -> None:
@@ -73,8 +74,9 @@ class World:
     def metrics(self, updates):
         return {"optim/lr": updates[-1].lr}
 
-    def write_samples(self, step):
-        pass
+    def begin_writing_samples(self, step):
+        self.begun_samples.append(step)
+        return lambda: self.reach("samples")
 
     def state_dict(self):
         return {}
@@ -161,6 +163,81 @@ def test_each_step_is_trained_once_whatever_is_lost(undisturbed, step, point, fr
     memory = from_memory or (point == "push" and step == 0)  # the first push comes before any step
     assert world.recoveries == [step if memory else None]
     assert world.saved[11]["prompts"] == undisturbed.saved[11]["prompts"]
+
+
+def test_a_rollout_worker_that_is_lost_after_the_push_costs_only_the_samples_of_the_step(undisturbed, caplog):
+    lost = ProcessesLostError("the rollout worker died")
+    world = World({("samples", 5): lost, ("rollout", 5): lost})
+    trainer(world).fit()
+    assert world.recoveries == [5], "the run continues after step 5, not from its last checkpoint, of step 4"
+    assert world.trained == undisturbed.trained and world.logged == list(range(1, 12))
+    assert [record.message for record in caplog.records if record.name == "mrl.controller.trainer"] == [
+        "step 5 has no samples in samples.jsonl: the rollout worker died"
+    ]
+
+
+def test_a_step_that_is_repeated_writes_its_samples_again(undisturbed):
+    world = World({("update", 5): ProcessesLostError("a trainer rank died")})
+    trainer(world).fit()
+    assert undisturbed.begun_samples == list(range(11))
+    assert world.begun_samples == [*range(6), *range(4, 11)], "the run returns to the checkpoint of step 4"
+
+
+class WorldWithOrder(World):
+    """Records the order in which a step calls these operations."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.calls: list[str] = []
+
+    def estimate(self, *arguments, **selection):
+        self.calls.append("estimate")
+        return super().estimate(*arguments, **selection)
+
+    def begin_writing_samples(self, step):
+        self.calls.append("begin samples")
+        return lambda: self.calls.append("wait for samples")
+
+    def begin_update(self, *arguments, **selection):
+        self.calls.append("update")
+        return super().begin_update(*arguments, **selection)
+
+    def push(self, version):
+        self.calls.append("push")
+        return super().push(version)
+
+
+def trains_on_two_estimates(trainer: Trainer) -> None:
+    rollouts = trainer.generate()
+    for _ in range(2):
+        trainer.update(rollouts, trainer.estimate({}))
+
+
+def estimates_after_the_push(trainer: Trainer) -> None:
+    trainer.update(trainer.generate(), None)
+    trainer.push()
+    trainer.estimate({})
+
+
+def begins_samples_itself(trainer: Trainer) -> None:
+    rollouts = trainer.generate()
+    trainer.begin_writing_samples()
+    trainer.update(rollouts, None)
+
+
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [
+        (None, ["estimate", "begin samples", "update", "push"]),
+        (trains_on_two_estimates, [*["estimate", "update"] * 2, "begin samples", "push"]),
+        (estimates_after_the_push, ["update", "begin samples", "push", "estimate", "begin samples"]),
+        (begins_samples_itself, ["begin samples", "update", "push"]),
+    ],
+)
+def test_samples_are_written_after_the_last_estimate_and_before_the_step_ends(step, calls):
+    world = WorldWithOrder()
+    trainer(world, step_function=step).step(0)
+    assert world.calls == [*calls, "wait for samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +384,24 @@ def test_the_critic_learns_only_from_estimates_with_returns(has_returns):
     result = replace(trainer(world), critic=critic).step(0)
     assert trained == ([0] if has_returns else [])
     assert result.values.get("critic/updates", 0) == has_returns
+
+
+def test_the_updates_of_each_step_are_counted_from_0():
+    world, indices = World({}), []
+    begin_update = world.begin_update
+
+    def counting(*arguments, **selection):
+        indices.append(selection["index"])
+        return begin_update(*arguments, **selection)
+
+    def two_updates(trainer):
+        rollouts = trainer.generate()
+        for _ in range(2):
+            trainer.update(rollouts, None)
+
+    world.begin_update = counting
+    replace(trainer(world, max_steps=2), step_function=two_updates).fit()
+    assert indices == [0, 1, 0, 1]
 
 
 def test_an_update_gets_the_coefficients_that_the_earlier_steps_have_adapted():

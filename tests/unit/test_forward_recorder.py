@@ -13,12 +13,12 @@ from mrl.rollout.engines import forward_recorder
 from mrl.rollout.engines.forward_recorder import (
     engine_trace,
     engine_weights,
-    read_recording,
+    read_forward_recording,
     record_forward,
     recording_args,
     write_request,
 )
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 
 
 class InPlace(torch.nn.Module):
@@ -64,11 +64,11 @@ def test_a_pass_is_recorded_only_on_request_and_before_it_is_overwritten(tmp_pat
 
     run()
     with pytest.raises(ValueError, match="the engine recorded no forward pass"):
-        read_recording(tmp_path, "a", 1)
+        read_forward_recording(tmp_path, "a", 1)
     request = write_request(tmp_path, "a", ["model.norm", "lm_head"])
     expected = run().next_token_logits
     request.unlink()
-    (arrays,) = read_recording(tmp_path, "a", 1)
+    (arrays,) = read_forward_recording(tmp_path, "a", 1)
     np.testing.assert_array_equal(arrays["model.embed_tokens/out0"], model.embed_tokens.weight[tokens])
     np.testing.assert_array_equal(arrays["model.layers.0/out0"], 2 * model.embed_tokens.weight[tokens])
     np.testing.assert_array_equal(arrays["logits_processor/out0"], expected)
@@ -103,7 +103,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_weights_of_all_ranks_are_joined_under_hugging_face_names(model, tp):
     family, arch = model
-    layout, rng = EngineLayout.of(family, arch, Topology(tp)), np.random.default_rng(0)
+    layout, rng = EngineLayout.of(family, arch, EngineParallelSizes(tp)), np.random.default_rng(0)
     expected = {name: rng.normal(size=shape).astype(np.float32) for name, shape in family.hf_shapes(arch).items()}
     ranks = []
     for rank in range(tp):

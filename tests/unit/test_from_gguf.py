@@ -29,7 +29,7 @@ NAMES = {
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of a projection in the order of llama.cpp, which rotates neighbouring rows."""
+    """Return the rows of a projection in the order of llama.cpp, which rotates neighboring rows."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -20,9 +20,9 @@ from mrl.core.types import OFFLINE, AdvantageResult, Rollouts
 from mrl.data.offline import OfflineRow, OfflineRows
 from mrl.rewards.reward_types import Score
 from mrl.rollout.client import SamplingParams, response_seed
+from mrl.rollout.response_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.rollout_pipeline import GroupSampler
 from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
-from mrl.rollout.step_metrics import LengthBias, SampledStep, prompt_rewards
 from mrl.rollout.trajectory import StepGroups
 from mrl.rollout.worker import RolloutWorker
 
@@ -33,7 +33,7 @@ def sample(requests, **settings):
     """Sample groups of these requests on a server; return the groups and the parameters that the server got."""
     server = EchoEngine()
     with engine_pool(server, seed=5, **settings) as engines:
-        spec = replace(engines.spec, deterministic=True, train=Mock(encode=lambda row: [row, row]))
+        spec = replace(engines.spec, deterministic=True, train=Mock(encode=lambda row: [row, row], has_images=False))
         cache = Mock(get=lambda number, inputs: None)
         groups = engines.submit(GroupSampler(spec, engines, cache).sample(requests)).result(10)
     server.stop()
@@ -151,7 +151,7 @@ def collected(monkeypatch, kept, filtered, offline, advantage=GRPO_WITHOUT_STD) 
     worker._taken = StepGroups(numbers[: len(kept)], kept, numbers[len(kept) :], filtered, [])
     waiting = Mock(num_drawn=3)
     worker._pipeline = Mock(untrained_requests=lambda: [PromptRequest(2, 9, 4, 5)], finished=dict, buffer=waiting)
-    worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s")
+    worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s", has_images=False)
     worker._source_names, worker._length_bias = {}, LengthBias()
     return worker.collect(4), worker.estimate({}, 0.0, 4)
 
@@ -186,7 +186,7 @@ def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):
     check(metrics)
 
 
-def test_rows_of_a_file_keep_their_given_advantage_and_are_trained_if_the_filter_rejects_all_groups(monkeypatch):
+def test_rows_of_a_file_keep_their_offline_advantage_and_are_trained_if_the_filter_rejects_all_groups(monkeypatch):
     filtered = [group(11, Score(1.0), Score(1.0)), group(12, Score(0.0), Score(0.0))]
     rollouts, estimates = collected(monkeypatch, [], filtered, offline_rows(advantage=0.25))
     assert estimates.columns["advantages"][-6:].tolist() == [0.25] * 6

@@ -19,9 +19,16 @@ from ray.exceptions import OutOfMemoryError
 from mrl.hang_report import process_registry, ray_wait
 from mrl.hang_report.diagnosis import HangDiagnosis, diagnose, format_ranks, report_text
 from mrl.hang_report.process_registry import ProcessRecord, read_activities, read_process_records
-from mrl.hang_report.process_snapshot import ProcessSnapshot, snapshot_processes
+from mrl.hang_report.process_snapshot import (
+    PURPOSES,
+    WAITS,
+    ProcessSnapshot,
+    StackFrame,
+    parse_stack_dump,
+    snapshot_processes,
+    summarize_stacks,
+)
 from mrl.hang_report.ray_wait import RankLostError, RayWaiter, is_peer_error, write_report
-from mrl.hang_report.stack_frames import PURPOSES, WAITS, StackFrame, parse_stack_dump, summarize_stacks
 from mrl.weight_sync.engine_control import WeightSyncError
 from parallel.collective_log import LastCollective
 
@@ -33,7 +40,7 @@ IN_REDUCE = [
     StackFrame("/x/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce"),
     StackFrame(f"{MEGATRON}/distributed/param_and_grad_buffer.py", 700, "finish_grad_sync"),
     StackFrame(f"{MEGATRON}/distributed/finalize_model_grads.py", 600, "finalize_model_grads"),
-    StackFrame("/r/parallel/schedule.py", 75, "_run"),
+    StackFrame("/r/parallel/pipeline_schedule.py", 75, "_run"),
 ]
 IN_SYNC = [
     StackFrame("/x/site-packages/httpcore/_sync/connection.py", 5, "read"),
@@ -59,8 +66,8 @@ def test_a_rank_that_does_not_wait_is_blamed_before_ranks_that_wait():
     diagnosis = diagnose_ranks(IN_REDUCE, IN_DATA, IN_REDUCE, IN_REDUCE)
     assert [snapshot.title for snapshot in diagnosis.blamed] == ["rank 1 (dp 1)"]
     assert diagnosis.sentence == (
-        "rank 1 (dp 1) is in data loading (me/rows.py:12); ranks 0, 2-3 wait for other ranks in the gradient all-reduce "
-        "(parallel/schedule.py:75)"
+        "rank 1 (dp 1) is in data loading (me/rows.py:12); ranks 0, 2-3 wait for other ranks in the gradient reduction "
+        "(parallel/pipeline_schedule.py:75)"
     )
 
 
@@ -81,8 +88,11 @@ def test_dead_stopped_and_idle_ranks_and_ranks_that_wait_for_an_engine_are_blame
 def test_the_rank_that_entered_fewer_collectives_is_blamed_if_all_ranks_wait():
     diagnosis = diagnose_ranks(IN_REDUCE, IN_REDUCE, late=(IN_REDUCE, "sleeping", 6))
     assert [snapshot.title for snapshot in diagnosis.blamed] == ["rank 2 (dp 2)"]
-    expected = "it has entered 6 collectives of group data parallel (ranks 0, 1, 2, 3), other members have entered 7"
-    assert expected in diagnosis.sentence and "(the last: allreduce, 1.2 MB)" in diagnosis.sentence
+    expected = (
+        'it has entered 6 collectives of the process group "data parallel" (ranks 0, 1, 2, 3), but another member has entered 7 '
+        "(the last: allreduce, 1.2 MB)"
+    )
+    assert expected in diagnosis.sentence
     assert diagnose_ranks(IN_REDUCE, IN_REDUCE).blamed == ()
 
 
@@ -272,7 +282,7 @@ def test_the_crash_message_of_a_process_is_known(child, tmp_path):
     assert snapshot_child(tmp_path).crash == "Segmentation fault"
 
 
-def test_another_process_that_reuses_the_pid_is_not_signalled(child, tmp_path):
+def test_another_process_that_reuses_the_pid_is_not_signaled(child, tmp_path):
     process = child("time.sleep(60)")
     path = tmp_path / "trainer_0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1}))

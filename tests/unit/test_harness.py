@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,13 +11,14 @@ import pytest
 from http_engines import BROKEN, HttpEngine
 from omegaconf import OmegaConf
 
+from models.families import family_of
 from mrl.commands import evaluate as command
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization
 from mrl.config.validate import from_hydra
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.evaluation import engines
-from mrl.evaluation.generation_plan import SampledModel
+from mrl.evaluation.generation import SampledModel, plan_generation
 from mrl.evaluation.harness import OpenAIEndpoint, plan_harness, read_results, run_harness
 from mrl.rollout.client import EngineError
 
@@ -199,6 +201,17 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
 def test_mistakes_are_found_before_an_engine_starts(configure, program, harness, keys, message):
     with pytest.raises(ValueError, match=message):
         plan_harness(configure(harness and harness.format(program=program), **keys))
+
+
+@pytest.mark.parametrize("plan", [plan_generation, plan_harness])
+def test_a_model_without_kernels_for_a_cpu_is_refused_unless_its_engines_run_already(
+    configure, model, monkeypatch, plan
+):
+    monkeypatch.setattr(f"{plan.__module__}.family_of", lambda hf: replace(family_of(hf), engine_needs_gpu=True))
+    keys = {"sglang": {"device": "cpu"}, "data.test": [str(model.parent / "test.parquet")]}
+    with pytest.raises(ValueError, match=r"model\.path: SGLang .* for Qwen3ForCausalLM on a CPU; use GPUs\.$"):
+        plan(configure(**keys))
+    plan(configure(**keys, **{"rollout.engine_urls": ["http://host:1"]}))
 
 
 def test_metrics_of_groups_have_no_number_of_samples():

@@ -21,7 +21,7 @@ from mrl.rewards.reward_types import Response, Score, Weighted
 from mrl.rewards.rule_based import GSM8K, ExactMatch, Length
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import SAMPLING_KEYS, EngineError, SamplingParams, response_seed
-from mrl.rollout.held_out import HeldOutEvaluation, HeldOutResponses, correct_responses, evaluation_values
+from mrl.rollout.response_metrics import HeldOutEvaluation, HeldOutResponses, correct_responses, evaluation_values
 from mrl.rollout.rollout_pipeline import GroupSampler
 from mrl.rollout.worker import RolloutWorker
 
@@ -95,7 +95,9 @@ def test_a_reward_without_a_meaning_of_correct_has_only_a_mean():
 
 
 def test_default_sets_have_metrics_of_each_named_set_and_of_all_together(caplog):
-    evaluation = HeldOutEvaluation({"": None, "a b": 2, "c": None}, SamplingParams(8), "greedy", has_total=True)
+    evaluation = HeldOutEvaluation(
+        {"": None, "a b": 2, "c": None}, SamplingParams(8), "greedy", has_overall_metrics=True
+    )
     rows = evaluation.rows({"": range(2), "a b": range(2, 6), "c": range(6, 7)})
     assert rows == {"": range(2), "a b": range(2, 4), "c": range(6, 7)}
     scores = [Score(1.0), Score(0.0), Score(1.0), Score(1.0), Score.failed("judge down")]
@@ -142,6 +144,7 @@ def worker_on(engines, evaluations, reward, further=(), record=False, tmp_path=N
     worker.test = Mock(
         rows_by_source=lambda: {"a": range(2), "b": range(2, 5)},
         encode=lambda row: [row, row],
+        has_images=False,
         decode=lambda responses: ["".join(map(str, ids)) for ids in responses],
         reward_fields=lambda row: dict(
             data_source="s", ground_truth=str(row), extra_info={}, prompt=[], ability="", style=""
@@ -217,7 +220,11 @@ def evaluations_of(*overrides: str):
 def test_by_default_all_sets_are_sampled_once_at_temperature_1_and_once_greedily():
     sets = "data.test_sets={plain: [a.jsonl], few: {files: [b.jsonl], rows: 3}}"
     sampled, greedy = evaluations_of(sets, "trainer.eval_rows=20")
-    assert (sampled.kind, greedy.kind) == ("sampled", "greedy") and sampled.has_total and greedy.has_total
+    assert (
+        (sampled.kind, greedy.kind) == ("sampled", "greedy")
+        and sampled.has_overall_metrics
+        and greedy.has_overall_metrics
+    )
     assert sampled.sets == greedy.sets == {"": 20, "plain": 20, "few": 3}
     assert sampled.sampling == SamplingParams(7) and greedy.sampling == SamplingParams(7, temperature=0.0)
     assert sampled.reward is None
@@ -235,7 +242,7 @@ def test_a_set_says_how_it_is_sampled_and_scored():
     assert sampled.sampling == SamplingParams(7, stop=("Q:",)) and greedy.sampling == replace(
         sampled.sampling, temperature=0.0
     )
-    assert (sampled.kind, greedy.kind) == ("sampled", "greedy") and not sampled.has_total
+    assert (sampled.kind, greedy.kind) == ("sampled", "greedy") and not sampled.has_overall_metrics
     assert sampled.reward is greedy.reward == GSM8K(strict=False) and sampled.sets == {"gsm": 5}
 
 

@@ -27,6 +27,11 @@ FOREIGN = {  # name -> (trainer, keys of its config, overrides of mrl)
         {ESTIMATOR: "reinforce_plus_plus", "algorithm.norm_adv_by_std_in_grpo": True},
         {"algorithm": "reinforce_pp"},
     ),
+    "the discount of an estimator": (
+        "verl",
+        {ESTIMATOR: "reinforce_plus_plus", "algorithm.gamma": 0.9, "algorithm.lam": 0.95},
+        {"algorithm": "reinforce_pp", "algorithm.advantage.gamma": 0.9},
+    ),
     "pass@k": ("verl", {ESTIMATOR: "grpo_passk"}, PASS_AT_K | {NORMALIZE_STD: True}),
     "pass@k without scale": (
         "verl",

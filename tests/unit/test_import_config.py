@@ -186,6 +186,52 @@ def test_sampling_and_epochs_are_translated():
 
 
 @pytest.mark.parametrize(
+    ("source", "values", "overrides"),
+    [
+        ("slime", {"adam-beta1": 0.8}, {"optim.betas": [0.8, 0.999]}),
+        ("slime", {"adam-beta2": 0.98}, {"optim.betas": [0.9, 0.98]}),
+        ("slime", {"adam-beta2": 0.98, "adam-beta1": 0.8}, {"optim.betas": [0.8, 0.98]}),
+        ("trl", {"adam_beta2": 0.98}, {"optim.betas": [0.9, 0.98]}),
+        ("trl", {"adam_beta1": 0.8, "adam_beta2": None}, {"optim.betas": [0.8, 0.999]}),
+        ("slime", {"actor-num-nodes": 2}, {"parallel.world_size": 16}),
+        ("slime", {"actor-num-nodes": 2, "actor-num-gpus-per-node": 4}, {"parallel.world_size": 8}),
+        ("slime", {"rollout-seed": 7}, {"run.seed": 7}),
+        ("slime", {"rollout-seed": 7, "seed": 7}, {"run.seed": 7}),
+        (
+            "slime",
+            {
+                "dynamic-sampling-filter-path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+            },
+            {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"},
+        ),
+        ("verl", {"trainer.log_val_generations": 0}, {}),
+    ],
+)
+def test_keys_that_belong_together_are_translated(source, values, overrides):
+    found = translate(source, values)
+    assert found.overrides == overrides and not found.no_counterpart and not found.unknown
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "overrides", "reason"),
+    [
+        ("slime", {"seed": 1234, "rollout-seed": 42}, {"run.seed": 1234}, "it gets the value of --seed"),
+        ("slime", {"dynamic-sampling-filter-path": "mine.keep"}, {}, "name it in rollout.filter._target_"),
+        (
+            "verl",
+            {"trainer.log_val_generations": 10},
+            {},
+            "rollout.record=true writes the responses of each evaluation",
+        ),
+    ],
+)
+def test_a_setting_that_would_be_lost_has_a_reason(source, values, overrides, reason):
+    found = translate(source, values)
+    ((_, text),) = found.no_counterpart
+    assert found.overrides == overrides and reason in text
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [("", "contains no keys of verl"), ("a: [1", "is not valid YAML"), ("- 1\n- 2\n", "contains no keys of verl")],
     ids=["empty", "not YAML", "a list"],
@@ -204,6 +250,8 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
         ("train_batch_size", "rollout.prompts_per_step"),
         ("rollout.n", "rollout.responses_per_prompt"),
         ("lr", "optim.lr"),
+        ("lora_rank", "lora.rank"),
+        ("lora_r", "lora.rank"),
         ("kl_coef", "algorithm.kl_in_reward.coef"),
         ("--rm-type", "reward"),
         ("num_generations", "rollout.responses_per_prompt"),
@@ -212,6 +260,29 @@ def test_a_file_that_is_no_config_is_refused(text, said, tmp_path, capsys):
 )
 def test_the_message_for_a_foreign_key_names_the_key_of_mrl(key, meant):
     assert f"'{meant}'" in unknown_key_message(key)
+
+
+def test_adapters_have_the_scale_and_the_matrices_of_the_other_trainer():
+    model = "actor_rollout_ref.model."
+    for keys, rank, alpha in (
+        ({f"{model}lora_rank": 8}, 8, 16),
+        ({f"{model}lora_rank": 8, f"{model}lora_alpha": 64}, 8, 64),
+        ({f"{model}lora.rank": 8}, 8, 32),
+    ):
+        assert translate("verl", keys).overrides == {"lora.rank": rank, "lora.alpha": alpha}
+    assert translate("verl", {f"{model}lora_rank": 0}).overrides == {"lora.rank": 0}
+    assert translate("trl", {"use_peft": True}).overrides == {
+        "lora.rank": 16,
+        "lora.alpha": 32,
+        "lora.targets": ["q_proj", "v_proj"],
+    }
+    given = dict(lora_r=4, lora_alpha=8, lora_target_modules=["k_proj", "o_proj"], lora_dropout=0.1, use_peft=True)
+    found = translate("trl", given)
+    assert found.overrides == {"lora.rank": 4, "lora.alpha": 8, "lora.targets": ["k_proj", "o_proj"]}
+    assert found.no_counterpart == [("lora_dropout=0.1", "mrl's adapters have no dropout")]
+    every = translate("trl", {"use_peft": True, "lora_target_modules": ["all-linear"]}).overrides
+    assert every == {"lora.rank": 16, "lora.alpha": 32}, "by default, mrl adapts all linear layers"
+    assert not translate("trl", {"use_peft": False, "lora_r": 4}).overrides
 
 
 def test_how_held_out_sets_are_sampled_becomes_part_of_each_set():

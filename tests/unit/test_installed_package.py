@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from installed_package import REPOSITORY, build, copy_sources, install
 
-from mrl.core.installation import WORKING_DIRECTORY, import_environment
+from mrl.core.code_locations import WORKING_DIRECTORY, import_environment
 
 INSTALLED = ("conf", "slurm")
 LIGHT = re.compile(r"(?i)(ray|sglang|wandb)([-_.].*)?$|__editable__.*|mrl-.*")
@@ -86,7 +86,7 @@ def test_a_slurm_job_of_an_installed_package_uses_its_scripts_and_its_arguments_
 
 SCORE = """
 import os, time
-from mrl.rewards.worker_pool import WorkerPool
+from mrl.rewards.scorer import WorkerPool
 from my_rewards import Even
 pool = WorkerPool([Even()], workers=1, memory_gb=4)
 (scores,) = pool.run(0, [["a", "b"]], sample_s=60.0, deadline=time.monotonic() + 60)

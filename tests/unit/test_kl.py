@@ -50,6 +50,15 @@ def test_values_follow_the_formulas(kind):
     np.testing.assert_allclose(in_loss, weights * by_hand, rtol=1e-9)
 
 
+def test_the_default_kind_is_k3_in_the_loss_and_k1_in_the_reward():
+    case = make_case(2)
+    ref, inputs = case.columns["ref_logprobs"], loss_inputs(case)
+    np.testing.assert_array_equal(KLPenalty()(inputs).numpy(), KLPenalty(kind="k3")(inputs).numpy())
+    np.testing.assert_array_equal(
+        KLPenalty().values(case.logprobs, ref), KLPenalty(kind="k1").values(case.logprobs, ref)
+    )
+
+
 @pytest.mark.parametrize("kind", [k for k in KL_ESTIMATORS if k not in ("k2", "abs", "abs+")])
 def test_all_estimates_except_k2_and_abs_have_the_right_mean(kind):
     mean, _, p, q, _ = expected(kind)
@@ -115,8 +124,17 @@ def test_the_coefficient_follows_the_measured_kl_within_bounds():
     assert replace(penalty, target=None).next_coef(0.1, 5.0, 100) == 0.1
 
 
+@pytest.mark.parametrize("samples", [4000, 5000, 100_000])
+def test_the_coefficient_stays_positive_in_a_step_with_many_responses(samples):
+    penalty = KLPenalty(coef=0.1, target=0.5, horizon=1000)
+    assert penalty.next_coef(0.1, 0.0, samples) == pytest.approx(0.1 * 0.2)
+    assert penalty.next_coef(0.1, 5.0, samples) == pytest.approx(0.1 * 1.8)
+
+
 def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match=r"kind='k4': expected one of k1, k2, k3, abs, k1\+, k3\+, abs\+, unbiased"):
         KLPenalty(kind="k4")
     with pytest.raises(ValueError, match=r"target=0\.0: must be greater than 0"):
         KLPenalty(target=0.0)
+    with pytest.raises(ValueError, match="horizon=0: must be greater than 0"):
+        KLPenalty(target=0.1, horizon=0)

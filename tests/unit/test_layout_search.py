@@ -18,6 +18,7 @@ from search_cases import (
     small_moe,
     write_model,
 )
+from tiny_families import image_config
 
 from models.families import family_of
 from models.hf_config import HFConfig
@@ -30,10 +31,11 @@ from mrl.controller.plan_models import build_pools, check_planned_transport
 from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.resource_pools import slot_demands
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
-from mrl.planner.layout_search import STALENESS
-from mrl.planner.layout_space import ReplicaLayout
+from mrl.planner.layout_search import STALENESS, explain_limits
+from mrl.planner.layout_space import LayoutSpace, ReplicaLayout
+from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_time import TrainerTime
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
 
 
@@ -75,7 +77,7 @@ def all_engines(search, family):
     cluster, results = search.space.cluster, []
     for tp in range(1, cluster.gpus + 1):
         try:
-            EngineLayout.of(family, search.space.arch, Topology(tp)).shards(0)
+            EngineLayout.of(family, search.space.arch, EngineParallelSizes(tp)).shards(0)
         except (ValueError, AssertionError):
             continue
         engine = EngineTime(search.space.shape, cluster, tp)
@@ -272,6 +274,27 @@ def test_the_search_has_only_candidates_that_fit_the_transport(tmp_path, transpo
     assert {candidate.placement for candidate in make_search(config)._candidates(3)} == placements
 
 
+def test_the_search_counts_only_adapters_as_trained_weights(tmp_path):
+    """The state of all 8 billion parameters does not fit on one GPU."""
+    words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "run.dir=x", "data.train=[x.jsonl]", *ARGUMENTS)
+
+    def fits(*keys: str) -> bool:
+        config = hydra_entry.compose_config(hydra_entry.check_overrides([*words, *keys]))
+        return make_search(config).fits(ReplicaLayout(recompute=True), 1)
+
+    assert fits("lora.rank=16") and not fits()
+
+
+def test_the_layers_with_features_of_a_vision_tower_stay_in_one_stage(tmp_path):
+    image_config("qwen3_vl").save_pretrained(tmp_path)
+    config = HFConfig.load(tmp_path)
+    family, arch = family_of(config), family_of(config).read(config)
+    for features, sizes in ((1, {1, 2}), (2, {1})):  # the model has two layers
+        of = replace(arch, vision=replace(arch.vision, repeats=dict(block=2, feature=features)))
+        layouts = LayoutSpace(of, ModelShape.of(family, of), cluster_of(1), 64.0).layouts()
+        assert {layout.pp for layout in layouts} == sizes
+
+
 @pytest.mark.extended
 def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
     code, out, _ = run(capsys, f"model.path={write_model(tmp_path, QWEN3_8B)}", *ARGUMENTS, "plan.top=3")
@@ -339,7 +362,7 @@ def test_the_length_of_prompts_is_shown_with_its_source(tmp_path, capsys):
 
 
 def test_the_length_of_prompts_is_measured_in_the_data(tmp_path):
-    character_tokenizer().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(write_model(tmp_path, QWEN3_8B))
     rows = [dict(prompt=[dict(role="user", content="1" * n)], reward_model=dict(ground_truth="1")) for n in (2, 4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"model.path={tmp_path}", f"data.train=[{tmp_path}/data.jsonl]", "data.max_prompt_tokens=300"]
@@ -351,6 +374,20 @@ def test_the_length_of_prompts_is_measured_in_the_data(tmp_path):
 def test_fixable_keys_are_keys_of_the_config():
     names = {name.partition(".")[2] for name in FIXABLE if name.startswith("parallel.")}
     assert names < set(ParallelConfig.__dataclass_fields__)
+
+
+def test_the_limit_of_running_requests_is_named():
+    search = search_of(QWEN3_8B, 1)
+    search.max_requests = 4
+    sampling = explain_limits(search, search.run(1).best[0])[1]
+    assert sampling.startswith("sampling: an engine runs only 4 of its ") and "sglang.max_running_requests" in sampling
+
+
+def test_a_layout_without_a_possible_number_of_replicas_has_its_own_reason():
+    """On two nodes of eight GPUs, three replicas of one GPU fill no whole nodes."""
+    search = search_of(QWEN3_8B, 2, fits=lambda layout, replicas: True, fixed=dict(tp=1, pp=1, cp=1, dp=3))
+    with pytest.raises(ValueError, match=r"no layout fits on 16 GPUs: .*no possible number of replicas \(1\)"):
+        search.run(1)
 
 
 def test_overrides_leave_out_sizes_of_one():

@@ -14,7 +14,7 @@ from mrl.config import hydra_entry
 from mrl.controller.plan_train import check_learning, learning_settings
 from mrl.core.run_errors import UnhealthyRunError
 from mrl.rewards.reward_types import Score
-from mrl.rollout.step_metrics import SampledStep
+from mrl.rollout.response_metrics import SampledStep
 from mrl.tracking.learning_health import (
     RULES,
     LearningHealth,
@@ -311,7 +311,7 @@ def test_estimators_declare_whether_one_response_per_prompt_gives_no_advantage(n
         lengths=np.ones(3, int),
         columns={},
         greedy_rewards=np.full(3, 0.5),
-        parts={},
+        reward_parts={},
     )
     assert getattr(estimator, "group_relative", False) == (not np.any(estimator(inputs)))
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mrl.rollout.engines.leases import ScratchDir
-from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server import EngineServer, ScratchDir
 
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("mrl.rollout.engines.leases.MAX_PARENT_LENGTH", 1000)
+    monkeypatch.setattr("mrl.rollout.engines.server.MAX_PARENT_LENGTH", 1000)
 
 
 @pytest.fixture

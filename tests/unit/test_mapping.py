@@ -22,6 +22,10 @@ def drawn_sizes(draw) -> dict[str, int]:
     """Draw the sizes of a model that tp=4 can split, with multi-head or grouped-query attention and any vocabulary size."""
     groups, per_group = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 4))
+    key_heads, values_per_key = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 3))  # of gated delta nets
+    keys, value_channels = key_heads * draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    values = key_heads * values_per_key * value_channels
+    moe_ffn = 4 * draw(st.integers(1, 4))
     return dict(
         vocab=draw(st.integers(5, 50)),
         hidden=draw(st.integers(1, 9)),
@@ -30,13 +34,27 @@ def drawn_sizes(draw) -> dict[str, int]:
         kv=groups * head_dim,
         head_dim=head_dim,
         experts=draw(st.integers(1, 4)),
-        moe_ffn=4 * draw(st.integers(1, 4)),
+        moe_ffn=moe_ffn,
         shared_ffn=4 * draw(st.integers(1, 4)),
         q_lora=draw(st.integers(1, 9)),  # this and the following sizes belong to latent attention
         kv_lora=draw(st.integers(1, 9)),
         kv_a=draw(st.integers(1, 9)),
         kv_b=4 * draw(st.integers(1, 9)),
         o=4 * draw(st.integers(1, 9)),
+        tower_hidden=draw(st.integers(1, 5)),  # this and the following sizes belong to vision towers
+        **dict(tower_qkv=3, tower_ffn=2, tower_merged=4, tower_positions=3, channels=3, frames=2, patch=2),
+        one=1,
+        heads=groups * per_group,  # this and the following size belong to gpt-oss
+        gate_and_up=2 * moe_ffn,
+        q_and_gate=2 * groups * per_group * head_dim,
+        head_groups=key_heads,  # this and the following sizes belong to gated delta nets
+        gdn_k=keys,
+        gdn_v=values,
+        gdn_v_heads=key_heads * values_per_key,
+        gdn_v_channels=value_channels,
+        gdn_kernel=draw(st.integers(1, 4)),
+        gdn_qkvz=2 * (keys + values),
+        gdn_ba=2 * key_heads * values_per_key,
     )
 
 
@@ -74,6 +92,43 @@ def test_qkv_is_ordered_by_key_value_group():
     assert row.to_megatron([q, k, v], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
 
 
+def test_alternating_rows_of_gate_and_up_projection_become_two_blocks():
+    row = next(r for r in FAMILIES["GptOssForCausalLM"].table if "linear_fc1.bias" in r.megatron)
+    rows = torch.tensor([0.0, 50, 1, 51, 2, 52, 3, 53])
+    assert row.to_megatron([rows], dict(gate_and_up=8), 0, 1).tolist() == [0, 1, 2, 3, 50, 51, 52, 53]
+    assert row.to_megatron([rows], dict(gate_and_up=8), 1, 2).tolist() == [2, 3, 52, 53]
+
+
+def test_queries_come_before_their_gates_in_each_group():
+    row = next(r for r in FAMILIES["Qwen3_5ForCausalLM"].table if "linear_qkv.weight" in r.megatron)
+    sizes = dict(hidden=1, q=4, q_and_gate=8, kv=2, head_dim=1)
+    q_and_gate = torch.tensor([0.0, 50, 1, 51, 2, 52, 3, 53])[:, None]  # each query is followed by its gate
+    k, v = torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
+    merged = row.to_megatron([q_and_gate, k, v], sizes, 0, 1).flatten().tolist()
+    assert merged == [0, 1, 50, 51, 10, 20, 2, 3, 52, 53, 11, 21]
+    assert row.to_megatron([q_and_gate, k, v], sizes, 1, 2).flatten().tolist() == merged[6:]
+
+
+def test_the_input_projection_of_a_gated_delta_net_is_ordered_by_key_heads():
+    """Both families have the same Megatron tensor: Qwen3-Next stores it by key heads, and Qwen3.5 by kind of row."""
+    sizes = dict(hidden=1, head_groups=2, gdn_k=2, gdn_v=4, gdn_v_heads=4, gdn_qkvz=12, gdn_ba=8)
+    new, old = (
+        next(r for r in FAMILIES[f"{name}ForCausalLM"].table if "linear_in.weight" in r.megatron)
+        for name in ("Qwen3_5", "Qwen3Next")
+    )
+    qkv = torch.tensor([0.0, 1, 10, 11, 20, 21, 22, 23])[:, None]  # two queries, two keys, four values
+    z, b, a = (torch.arange(start, start + 4.0)[:, None] for start in (30, 40, 50))
+    expected = [0, 10, 20, 21, 30, 31, 40, 41, 50, 51, 1, 11, 22, 23, 32, 33, 42, 43, 52, 53]
+    assert new.to_megatron([qkv, z, b, a], sizes, 0, 1).flatten().tolist() == expected
+    assert new.to_megatron([qkv, z, b, a], sizes, 1, 2).flatten().tolist() == expected[10:]
+    qkvz = torch.tensor([0.0, 10, 20, 21, 30, 31, 1, 11, 22, 23, 32, 33])[:, None]
+    ba = torch.tensor([40.0, 41, 50, 51, 42, 43, 52, 53])[:, None]
+    assert old.to_megatron([qkvz, ba], sizes, 0, 1).flatten().tolist() == expected
+    boxes = new.split_over_ranks(sizes, 2)
+    assert [[box.starts[0] for box in ranks[1]] for ranks in boxes.values()] == [[1, 3, 6], [2], [2], [2]]
+    assert [new.first_section(name) for name in new.hf] == [0, 3, 4, 5]
+
+
 def test_biases_are_merged_like_weights():
     weight, bias = (
         next(r for r in FAMILIES["Qwen2ForCausalLM"].table if f"linear_qkv.{kind}" in r.megatron)
@@ -90,6 +145,19 @@ def test_each_rank_holds_its_gate_shard_then_its_up_shard():
     row = next(r for r in FAMILIES["Qwen3ForCausalLM"].table if "linear_fc1.weight" in r.megatron)
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14)[:, None]
     assert row.to_megatron([gate, up], {}, 1, 2).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_each_section_of_a_fused_tensor_is_split_over_the_ranks():
+    family = FAMILIES["Phi3ForCausalLM"]
+    qkv, mlp = (next(r for r in family.table if name in r.megatron) for name in ("linear_qkv.weight", "fc1.weight"))
+    sizes = dict(hidden=1, q=4, kv=2, head_dim=1, ffn=4)
+    stored = torch.tensor([0.0, 1, 2, 3, 10, 11, 20, 21])[:, None]
+    assert qkv.hf_shapes(sizes) == {"model.layers.{layer}.self_attn.qkv_proj.weight": (8, 1)}
+    assert qkv.to_megatron([stored], sizes, 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert qkv.to_megatron([stored], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
+    assert mlp.to_megatron([stored], sizes, 1, 2).flatten().tolist() == [2, 3, 20, 21]
+    (ranks,) = qkv.split_over_ranks(sizes, 2).values()
+    assert [stored[box.slices].flatten().tolist() for box in ranks[1]] == [[2, 3], [11], [21]]
 
 
 def test_tied_embeddings_have_no_output_row():

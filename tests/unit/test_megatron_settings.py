@@ -6,11 +6,11 @@ from dataclasses import fields
 import pytest
 
 from mrl.config import hydra_entry
+from mrl.controller.model_processes import model_spec
 from mrl.controller.plan_models import plan_models
-from mrl.controller.worker_groups import model_spec
 from mrl.data.synthetic_tasks import make_doubling_task
-from parallel import megatron_settings
-from parallel.megatron_settings import DDP_RESERVED, OPTIMIZER_RESERVED, annotations_of
+from parallel import trainer_config
+from parallel.trainer_config import DDP_RESERVED, OPTIMIZER_RESERVED, annotations_of
 
 
 def config(*overrides: str):
@@ -76,11 +76,11 @@ def test_the_fields_are_those_of_the_installed_classes_and_each_is_open_or_refus
 
     ddp = {field.name for field in fields(DistributedDataParallelConfig)}
     optimizer = {field.name for field in fields(OptimizerConfig)}
-    assert annotations_of(*megatron_settings._DDP).keys() == ddp and DDP_RESERVED.keys() <= ddp
-    assert annotations_of(*megatron_settings._OPTIMIZER).keys() == optimizer and OPTIMIZER_RESERVED.keys() <= optimizer
+    assert annotations_of(*trainer_config._DDP).keys() == ddp and DDP_RESERVED.keys() <= ddp
+    assert annotations_of(*trainer_config._OPTIMIZER).keys() == optimizer and OPTIMIZER_RESERVED.keys() <= optimizer
 
     def opened(names: set[str], reserved: dict[str, str]) -> set[str]:
-        prefixes = tuple(megatron_settings._RESERVED_PREFIXES)
+        prefixes = tuple(trainer_config._RESERVED_PREFIXES)
         return {name for name in names - reserved.keys() if not name.startswith(prefixes)}
 
     assert opened(ddp, DDP_RESERVED) == {

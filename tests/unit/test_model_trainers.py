@@ -1,5 +1,6 @@
 """Actor updates on the driver: which rows are trained, and which metrics the reports of the optimizer steps give."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -84,6 +85,21 @@ def update(
     else:
         call = policy.begin_update(rollouts, result, step=2, coefs={}, rows=rows)
     return policy.metrics([call.result()]), group
+
+
+def test_the_observer_of_updates_gets_the_index_of_the_update_in_its_step():
+    observed = []
+
+    class Observer:
+        def watch(self, group, update, step):
+            observed.append((step, update.index))
+            return nullcontext([])
+
+    policy = actor_trainer(Group(), Objective(PPOClip()))
+    policy = replace(policy, updates=replace(policy.updates, observer=Observer()))
+    for index in range(2):
+        policy.begin_update(rollouts_of(2), None, step=4, coefs={}, loss=CrossEntropy(), index=index).result()
+    assert observed == [(4, 0), (4, 1)]
 
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():

@@ -8,7 +8,7 @@ import pytest
 
 from mrl.config.process_schema import ClusterConfig
 from mrl.controller.processes import shared_nccl_variables
-from mrl.core.network_variables import INTERFACE_VARIABLES, NETWORK_PREFIXES
+from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, NETWORK_PREFIXES
 from mrl.placement import ray_cluster
 from mrl.placement.resource_pools import SlotDemand, make_pools
 

@@ -20,7 +20,7 @@ from mrl.algorithms.losses import PPOClip, ValueLoss
 from mrl.algorithms.objective import Objective, check_token_values
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.config import hydra_entry
-from mrl.core.user_code import describe_plug_in, plug_in_name
+from mrl.core.code_locations import describe_plug_in, plug_in_name
 from mrl.rewards.reward_types import Score
 from mrl.rollout.worker import RolloutWorker
 
@@ -233,6 +233,16 @@ def test_a_value_loss_is_checked_like_a_policy_loss():
     check_token_values((ValueLoss()(values, values, values), {}), values, "critic.loss", ValueLoss())
     with pytest.raises(ValueError, match=r"critic.loss: ValueLoss returned a tensor of shape \[\]"):
         check_token_values((values.mean(), {}), values, "critic.loss", ValueLoss())
+
+
+def test_a_filter_is_called_once_for_each_replayed_group():
+    worker, calls, groups = object.__new__(RolloutWorker), [], [group(row, Score(1.0)) for row in range(3)]
+    worker.spec = SimpleNamespace(
+        replay="outputs/run", rollout_filter=lambda rewards: calls.append(1) or len(calls) == 2
+    )
+    worker.served, worker._replay = SimpleNamespace(check=lambda: None), lambda step: groups
+    assert worker.sample(0, np.arange(3), 0) == 0 and len(calls) == 3
+    assert worker._sampled.kept == [groups[1]] and worker._sampled.filtered == [groups[0], groups[2]]
 
 
 def test_a_filter_must_return_a_truth_value():

@@ -15,7 +15,7 @@ from parallel import device
 device.patch_megatron_for_cpu()  # before the first import from Megatron
 
 from segment_trees import ancestors, dense_attention, positions, visible  # noqa: E402
-from varlen_kernel import varlen_attn  # noqa: E402
+from varlen_kernel import sink_kernels, varlen_attn  # noqa: E402
 
 from parallel.packing import PackedSequences, Segment, pack  # noqa: E402
 
@@ -180,8 +180,8 @@ def test_an_invalid_pack_raises_an_error(segments, message):
 
 @many
 @given(trees(), cp_sizes, st.booleans())
-def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, in_order):
-    packed = pack(segments, CPU, cp_size=cp_size, in_order=in_order)
+def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, chunks_in_token_order):
+    packed = pack(segments, CPU, cp_size=cp_size, chunks_in_token_order=chunks_in_token_order)
     shapes = [(call.num_queries, call.num_keys) for call in packed.calls for _ in range(call.count)]
     queries, keys = (bounds.diff().tolist() for bounds in (packed.chunks.queries, packed.chunks.keys))
     assert list(zip(queries, keys, strict=True)) == shapes
@@ -191,55 +191,124 @@ def test_the_bounds_of_chunks_are_those_of_the_calls(segments, cp_size, in_order
 @many
 @given(trees(), cp_sizes, tp_multiples)
 def test_a_pack_in_order_needs_no_permutation_of_queries(segments, cp_size, tp_multiple):
-    assert pack(segments, CPU, cp_size=cp_size, multiple=tp_multiple, in_order=True).query_index is None
+    assert pack(segments, CPU, cp_size=cp_size, multiple=tp_multiple, chunks_in_token_order=True).query_index is None
 
 
 @many
 @given(trees(parents=False), tp_multiples)
 def test_a_pack_in_order_without_shared_prompts_needs_no_permutation_of_keys(segments, tp_multiple):
-    assert pack(segments, CPU, multiple=tp_multiple, in_order=True).key_index is None
+    assert pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True).key_index is None
 
 
-def attend(query, key, value, packed: PackedSequences, dropout: float = 0.0):
-    """Return the attention of a model that is evaluated. `dropout` is the rate in training."""
+def attend(
+    *columns: torch.Tensor,
+    packed: PackedSequences,
+    window: int | None = None,
+    dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
+):
+    """Return the attention of a model that is evaluated. `columns`: query, key, value. `dropout` is the rate in training."""
     from parallel.attention import PackedAttention
 
-    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=dropout)
-    alone = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    query, key, value = columns
+    limits = dict(window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=None)
+    heads = dict(kv_channels=query.size(2), num_attention_heads=query.size(1), params_dtype=query.dtype)
+    softmax = dict(attention_dropout=dropout, softmax_type="vanilla" if sinks is None else "learnable")
+    group = SimpleNamespace(size=lambda: 1)
+    alone = SimpleNamespace(cp=group, tp=group)
+    config = SimpleNamespace(**heads, **softmax, **limits)
     module = PackedAttention(config, 1, None, "self", pg_collection=alone).eval()
-    return module(query, key, value, packed_seq_params=packed)
+    parameters = {} if sinks is None else dict(softmax_offset=sinks)
+    return torch.func.functional_call(module, parameters, (query, key, value), dict(packed_seq_params=packed))
 
 
+windows = st.sampled_from([None, 1, 2, 3, 6])
 heads_of_queries_and_keys = st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)])
 
 
 @many
-@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
-def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
-    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, seed)
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, window, seed):
+    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, window, seed)
 
 
 @many
-@given(trees(), heads_of_queries_and_keys, tp_multiples, st.integers(0, 99))
-def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_the_attention_of_gpus_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, window, seed):
     from parallel import attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
         patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
-        packed = pack(segments, CPU, multiple=tp_multiple, in_order=True)
-        check_attention(segments, packed, heads, seed)
+        packed = pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True)
+        check_attention(segments, packed, heads, window, seed)
+
+
+@many
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_attention_with_sinks_equals_a_further_column_of_logits(segments, heads, tp_multiple, window, seed):
+    check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, window, seed, sinks=True)
+
+
+@many
+@given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
+def test_the_attention_of_gpus_with_sinks_equals_a_further_column_of_logits(segments, heads, tp_multiple, window, seed):
+    from parallel import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
+        patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
+        patch.setattr(attention, "_sink_kernels", sink_kernels)
+        packed = pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True)
+        check_attention(segments, packed, heads, window, seed, sinks=True)
+
+
+def test_attention_with_sinks_is_the_attention_of_gpt_oss_in_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(7, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64)
+    module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    mask = torch.full((7, 7), float("-inf"), dtype=torch.float64).triu(1)
+    columns = [column.transpose(0, 1)[None] for column in (query, key, value)]
+    expected, _ = eager_attention_forward(module, *columns, mask, scaling=0.5)
+    found = attend(query, key, value, packed=pack([Segment(7)], CPU), sinks=sinks)
+    torch.testing.assert_close(found, expected[0].flatten(1))
+
+
+def test_sinks_are_not_rounded_to_16_bits():
+    """Without keys that differ, the output is K / (K + exp(sink)). Sinks and keys are in bfloat16."""
+    from parallel.attention import append_sinks
+
+    sinks, scale = torch.tensor([3.015625, -1.5]).bfloat16(), 0.3  # sink / scale needs more than the 8 bits of bfloat16
+    columns = [torch.zeros(1, 2, 5, 4, dtype=torch.bfloat16) for _ in range(3)]
+    query, key, value = append_sinks(*columns, sinks, scale)
+    logits = torch.einsum("bnqd,bnkd->bnqk", query.float(), key.float()) * scale
+    torch.testing.assert_close(logits[0, :, 0, -1], sinks.float(), rtol=1e-4, atol=0)
+    assert not logits[..., :-1].any() and not value.any() and value.shape == key.shape == (1, 2, 6, 6)
+
+
+def test_a_window_is_the_sliding_window_of_transformers():
+    """The reference is the mask of Gemma 3 and OLMo 3 in transformers."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    mask = sliding_window_causal_mask_function(3)
+    expected = [[bool(mask(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(7)] for q in range(7)]
+    value = torch.eye(7, dtype=torch.float64)[:, None]  # the output of a token has its attention to each token
+    query = key = torch.zeros(7, 1, 7, dtype=torch.float64)
+    assert (attend(query, key, value, packed=pack([Segment(7)], CPU), window=3) > 0).tolist() == expected
 
 
 def test_the_attention_of_gpus_accepts_values_with_fewer_channels_than_keys(monkeypatch):
     from parallel import attention
 
-    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    packed = pack([Segment(3), Segment(2, 0)], CPU, chunks_in_token_order=True)
     query, key, value = (torch.randn(5, 2, width, dtype=torch.float64) for width in (6, 6, 4))
-    expected = attend(query, key, value, packed)
+    expected = attend(query, key, value, packed=packed)
     monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
     monkeypatch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
-    torch.testing.assert_close(attend(query, key, value, packed), expected)
+    torch.testing.assert_close(attend(query, key, value, packed=packed), expected)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +371,12 @@ def test_flash_attn_2_without_the_module_of_flash_attention_4_is_not_taken_for_i
 def test_a_model_with_dropout_activates_no_flash_attention_that_has_none(monkeypatch):
     from parallel import attention
 
-    packed = pack([Segment(3), Segment(2, 0)], CPU, in_order=True)
+    packed = pack([Segment(3), Segment(2, 0)], CPU, chunks_in_token_order=True)
     inputs = [torch.randn(5, 2, 4) for _ in range(3)]
-    expected = attend(*inputs, packed)
+    expected = attend(*inputs, packed=packed)
     monkeypatch.setattr(attention, "supports_varlen", lambda device, dtype: True)
     monkeypatch.setattr(attention, "_varlen_kernel", lambda channels: pytest.fail("this activates a kernel"))
-    torch.testing.assert_close(attend(*inputs, packed, dropout=0.1), expected)
+    torch.testing.assert_close(attend(*inputs, packed=packed, dropout=0.1), expected)
 
 
 def test_gradients_of_shared_keys_are_summed_in_float32_on_gpus():
@@ -331,13 +400,20 @@ def test_attention_sums_the_gradients_of_keys_and_values_in_that_dtype(monkeypat
     generator = torch.Generator().manual_seed(0)
     query, key, value, cotangent = (torch.randn(11, 1, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     inputs = [column.requires_grad_() for column in (query, key, value)]
-    attend(*inputs, packed).backward(cotangent.flatten(1))
+    attend(*inputs, packed=packed).backward(cotangent.flatten(1))
     rounded = [column.grad.float().double().equal(column.grad) for column in inputs]
     assert rounded == [False, True, True]
 
 
-def check_attention(segments: list[Segment], packed: PackedSequences, heads: tuple[int, int], seed: int) -> None:
-    """Compare outputs and gradients with those of attention with a dense mask."""
+def check_attention(
+    segments: list[Segment],
+    packed: PackedSequences,
+    heads: tuple[int, int],
+    window: int | None,
+    seed: int,
+    sinks: bool = False,
+) -> None:
+    """Compare outputs and gradients with those of attention with a dense mask. `sinks`: whether each query head has a sink."""
     generator, width = torch.Generator().manual_seed(seed), 3
 
     def random(*shape: int) -> torch.Tensor:
@@ -350,11 +426,21 @@ def check_attention(segments: list[Segment], packed: PackedSequences, heads: tup
     cotangent = random(packed.num_tokens, heads[0] * width)
     ours = [column.clone().requires_grad_() for column in columns]
     theirs = [column.clone().requires_grad_() for column in columns]
-    found = attend(*ours, packed)
-    expected = dense_attention(*(column[where] for column in theirs), segments)
+    of_heads = random(heads[0])
+    ours += [of_heads.clone().requires_grad_()] * sinks
+    theirs += [of_heads.clone().requires_grad_()] * sinks
+    options = dict(packed=packed, window=window)
+    found = attend(*ours[:3], **options, sinks=ours[3] if sinks else None)
+    expected = dense_attention(
+        *(column[where] for column in theirs[:3]),
+        segments=segments,
+        window=window,
+        sinks=theirs[3] if sinks else None,
+    )
     torch.testing.assert_close(found[where], expected, rtol=1e-12, atol=1e-12)
     (found[where] * cotangent).sum().backward()
     (expected * cotangent).sum().backward()
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-11, atol=1e-12)
+    for mine in ours[:3]:
         assert packed.padding is None or not mine.grad[packed.padding].any(), "padding has no part in real tokens"

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from planned_runs import FULL, config_of, folder_of, memory_of
 from mrl.commands import plan
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
+from mrl.controller import plan_tools
 from mrl.controller.memory_check import MemoryEstimator, advise
+from mrl.controller.plan_models import engine_topology, plan_model
 from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.planner.engine_memory import kv_bytes, state_bytes
 from mrl.planner.run_memory import GIB
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
@@ -34,6 +39,7 @@ EXPERIMENTS = sorted(
     if not re.search(r"^  path: (?!\$)", path.read_text(), re.MULTILINE)
 )
 PPO = "{_target_: mrl.algorithms.losses.PPOClip}"
+LAYOUT = ["cluster=h100", "parallel.tp=4", "parallel.dp=2"]
 SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
@@ -133,8 +139,28 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     assert {(m.role, m.phase) for m in shared.phases} >= {("actor, engines", "weight_sync"), ("engines", "rollout")}
     assert shared.gpus == 8 and apart.gpus == 9
     of = {m.phase: m for m in shared.phases}
-    assert of["update"].parts["context"] == 4 * GIB
+    assert of["update"].parts["reserve"] == 4 * GIB
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
+
+
+def test_engines_that_apply_adapters_keep_slots_on_the_gpu_and_a_copy_of_their_weights_on_the_host(tmp_path):
+    lora = ["cluster=h100", "parallel.dp=8", "lora.rank=16"]
+    for placement in ("colocated", "disaggregated"):
+        words = [*lora, f"placement={placement}"]
+        merged = memory_of(config_of("Qwen3-8B", tmp_path, *words))
+        config = config_of("Qwen3-8B", tmp_path, *words, "weight_sync.lora=adapter")
+        adapter = memory_of(config)
+        assert merged.engine and adapter.engine and merged.engine.adapters == merged.host.engines == 0
+        slots = adapter.engine.adapters
+        assert 2 * 50e6 < slots < 2 * 300e6, "two slots; A of fused layers has rows for each matrix"
+        assert adapter.engine.kv_cache == merged.engine.kv_cache - slots
+        of = {(m.role, m.phase): m.parts for m in adapter.phases}
+        if placement == "colocated":
+            assert adapter.host.engines == config.rollout.num_engines * adapter.engine.weights
+            assert of["actor", "update"]["engine's weights"] == slots
+            assert of["actor, engines", "weight_sync"]["engine's weights"] == adapter.engine.weights + slots
+        else:
+            assert adapter.host.engines == 0 and "engine's weights" not in of["actor", "update"]
 
 
 def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
@@ -158,6 +184,23 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     assert {m.role for m in ppo.phases} == {"actor", "critic", "engines"}
     kl = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1"))
     assert kl.host.reference > 0
+    lora = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1", "lora.rank=1"))
+    assert lora.host.reference == 2 * 8 * (1 << 26), (
+        "two copies of the adapters on each rank, each in a block of pinned memory"
+    )
+
+
+def test_the_masks_of_dropout_are_counted(tmp_path):
+    """Each of the 36 layers saves two masks, with one byte for each of the 4096 elements of a token's hidden state."""
+
+    def update(*overrides: str) -> tuple[Config, dict[str, int]]:
+        config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", *overrides)
+        (phase,) = [m for m in memory_of(config).phases if (m.role, m.phase) == ("actor", "update")]
+        return config, dict(phase.parts)
+
+    (config, plain), (_, dropped) = update(), update("megatron.hidden_dropout=0.1")
+    tokens = max(config.trainer.max_tokens_per_micro_batch, memory_of(config).longest_sequence)
+    assert dropped["activations"] - plain["activations"] == 36 * 2 * tokens * 4096
 
 
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
@@ -181,7 +224,7 @@ def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     sampled = rollout.prompts_per_step * rollout.responses_per_prompt * rollout.max_response_tokens
     assert host == (8 * rows + sampled) * columns * 2, "the eight ranks of the actor are on one node"
     assert working_and_host_bytes(config("distill_top_k", "Qwen3-8B"))[1] == 0
-    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.policy={PPO}"]
+    rewards = ["algorithm.advantage._target_=mrl.algorithms.advantages.GRPO", f"+algorithm.loss.reward_loss={PPO}"]
     both = working_and_host_bytes(config("distill_vocab", "Qwen3-8B", *rewards))
     gradient = rows * 4096 * 2 + tokens * 4096 * 4
     assert both[0] > working_and_host_bytes(large)[0] + gradient, "two losses have two gradients of the output layer"
@@ -207,3 +250,53 @@ def test_the_memory_of_a_run_can_be_copied_and_written_as_json(tmp_path):
 def test_only_the_memory_is_printed_as_json(capsys):
     assert plan.main(["sync", "--json"]) == 2
     assert "--json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
+def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
+    layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
+    config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
+    actor = MemoryEstimator.of(config).models["actor"]
+    assert engine_topology(config, actor).tp == 4
+    with pytest.raises(
+        ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU; use GPUs, or train .* mrl sft"
+    ):
+        engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
+
+
+def test_gated_delta_nets_are_not_computed_in_fp8(tmp_path):
+    fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"]
+    with pytest.raises(
+        ValueError, match=r"megatron\.fp8=hybrid: trainers compute gated delta nets only in model\.dtype"
+    ):
+        MemoryEstimator.of(config_of("Qwen3.5-27B", tmp_path, *LAYOUT, *fp8))
+
+
+def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
+    config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT)
+    plan_of = partial(plan_model, path=config.model.path, weights=False)
+    monkeypatch.setattr(plan_tools, "plan_parity", plan_of)
+    with pytest.raises(
+        ValueError, match="mrl certify engine compares only language models with attention in every layer"
+    ):
+        plan_tools.plan_engine_check(config)
+
+
+def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
+    config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
+    shape = MemoryEstimator.of(config).shapes["actor"]
+    assert kv_bytes(shape, EngineParallelSizes(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
+
+
+def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets(tmp_path):
+    keys = [*LAYOUT, "rollout.engine_tp=4"]
+    config = config_of("Qwen3.5-27B", tmp_path, *keys)
+    # one of four ranks, 48 layers: a float32 matrix for each of 48 heads, and three inputs of the convolution in bfloat16
+    state = 48 * (48 * 128 * 128 * 4 + (2 * 2048 + 6144) * 3 * 2) // 4
+    assert state_bytes(MemoryEstimator.of(config).shapes["actor"], EngineParallelSizes(4)) == state
+    settings = ([], ["sglang.mamba_full_memory_ratio=0.25"], ["sglang.max_mamba_cache_size=100"])
+    default, fifth, slots = (memory_of(config_of("Qwen3.5-27B", tmp_path, *keys, *more)).engine for more in settings)
+    assert default.kv_cache == fifth.kv_cache == slots.kv_cache and default.total == slots.total
+    assert default.states / default.kv_cache == pytest.approx(0.9 / 1.9)
+    assert fifth.states / fifth.kv_cache == pytest.approx(1 / 5) and slots.states == 101 * state
+    assert all(rank.tokens == (rank.kv_cache - rank.states) // rank.token_bytes for rank in (default, fifth, slots))

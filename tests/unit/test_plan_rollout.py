@@ -11,6 +11,7 @@ from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 from mrl.commands import plan
 from mrl.commands.plan_rollout import RolloutPlanKeys, simulation_input
 from mrl.planner.rollout_simulator import GpuCounts, RolloutSetup, RunSpeeds, compare_scenarios
+from mrl.rollout.staleness_buffer import num_extra_groups
 
 
 def run(capsys, *words):
@@ -23,6 +24,7 @@ def test_each_scenario_changes_one_thing_on_the_same_number_of_gpus():
     scenarios = compare_scenarios(lengths_of(0), SPEEDS, base, gpus, 4)
     names = [scenario.name for scenario in scenarios]
     assert names[0] == "as it is" and scenarios[0].setup == base and len(set(names)) == len(names)
+    assert "1 engine, 10 GPUs to train" in names
     for scenario in scenarios[1:]:
         setup = scenario.setup
         changed = {name for name, value in vars(setup).items() if value != vars(base)[name]} - {"in_order"}
@@ -101,6 +103,15 @@ def test_a_colocated_run_is_compared_with_divisions_of_the_same_gpus(tmp_path, p
     splits = [scenario.setup for scenario in scenarios if not scenario.setup.colocated]
     assert [setup.num_engines for setup in splits] == [1, 2]
     assert all(setup.num_engines * 2 + 6 / setup.train_scale == pytest.approx(6) for setup in splits)
+
+
+def test_over_sampling_adds_as_many_groups_as_a_run():
+    keys = RolloutPlanKeys.of(["median=3", "prompts_per_step=10", "over_sample_rate=0.25"])
+    setup = simulation_input(keys).setup
+    assert setup.extra == num_extra_groups(0.25, 10) == 3
+    scenarios = compare_scenarios(lengths_of(0), SPEEDS, replace(setup, extra=0), GpuCounts(1, 1), 2)
+    extra = {scenario.name: scenario.setup.extra for scenario in scenarios if scenario.setup.extra}
+    assert extra == {"over-sampling 0.25": 3, "over-sampling 0.5": 5}
 
 
 def test_log_normal_lengths_have_the_given_median_and_maximum():

@@ -213,7 +213,7 @@ def test_the_loss_of_pairs_of_scores_equals_the_formula(center):
     assert metrics["preference/margin"] == pytest.approx((ordered[:, 0] - ordered[:, 1]).mean())
 
 
-def test_the_loss_of_labelled_scores_equals_the_formula():
+def test_the_loss_of_labeled_scores_equals_the_formula():
     rng = np.random.default_rng(0)
     scores, labels = rng.normal(size=7), np.array([1.0, 0, 0, 1, 1, 0, 1])
 
@@ -247,7 +247,7 @@ def test_a_label_smoothing_that_reverses_the_pairs_is_refused(fraction):
     budget=st.integers(5, 80),
     layout=st.sampled_from([{}, dict(dp=2), dict(dp=3), dict(pp=2), dict(pp=2, vpp=2, dp=2)]),
 )
-def test_both_responses_of_a_pair_are_neighbours_in_one_micro_batch(lengths, repeated, share, budget, layout):
+def test_both_responses_of_a_pair_are_neighbors_in_one_micro_batch(lengths, repeated, share, budget, layout):
     prompts = np.repeat([prompt for prompt, *_ in lengths], 2)
     responses = np.array([length for _, *pair in lengths for length in pair])
     groups = np.arange(len(responses)) // 2

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mrl.data.preference_dataset import RowForm, load_preferences
-from mrl.data.supervised_dataset import SftDataset
+from mrl.data.supervised_dataset import RowForm, SftDataset, load_preferences
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.remote_models import RewardModel
 from mrl.rewards.reward_types import Response
@@ -76,7 +75,7 @@ def test_the_common_beginning_of_two_texts_is_the_prompt(tmp_path, model):
     assert texts(data) == [(start, " blue.<eos>"), (start, " green.<eos>")]
 
 
-def test_labelled_rows_have_labels_and_responses_to_other_prompts(tmp_path, model):
+def test_labeled_rows_have_labels_and_responses_to_other_prompts(tmp_path, model):
     rows = [
         dict(prompt="a", completion="1", label=True),
         dict(prompt="a", completion="22", label=False),
@@ -149,7 +148,7 @@ def test_a_wrong_pair_is_refused_with_the_reason(tmp_path, model, row, message):
         (dict(prompt="a", label=True), "column 'completion': is missing"),
     ],
 )
-def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, message):
+def test_a_wrong_labeled_row_is_refused_with_the_reason(tmp_path, model, row, message):
     with pytest.raises(ValueError, match=rf"rows.jsonl, row 0, {message}"):
         load(tmp_path, model, row, rows="labels")
 
@@ -157,8 +156,8 @@ def test_a_wrong_labelled_row_is_refused_with_the_reason(tmp_path, model, row, m
 def test_a_sequence_that_exceeds_the_context_is_refused(tmp_path, model):
     path = written(tmp_path, [dict(prompt="a", chosen="1", rejected="2" * 30)])
     with pytest.raises(ValueError, match=r"rows.jsonl, row 0: prompt and response have 51 tokens, more than the 50"):
-        load_preferences(path, model, 50, labelled=False, for_reward_model=False)
-    assert load_preferences(path, model, 51, labelled=False, for_reward_model=False).num_rows == 1
+        load_preferences(path, model, 50, labeled=False, for_reward_model=False)
+    assert load_preferences(path, model, 51, labeled=False, for_reward_model=False).num_rows == 1
 
 
 def test_kto_needs_rows_with_different_prompts(tmp_path, model):

@@ -105,7 +105,7 @@ def test_columns_of_ability_and_style_that_the_user_names_must_have_a_text(input
     assert read(ability="subject").report.omitted[0].column == "subject"
 
 
-def test_a_misspelt_column_gets_a_hint(inputs, tmp_path):
+def test_a_misspelled_column_gets_a_hint(inputs, tmp_path):
     row = {("promt" if k == "prompt" else k): v for k, v in GOOD.items()}
     with pytest.raises(ValueError, match=r"column 'prompt': is missing.*'promt'"):
         load(write(tmp_path / "bad.parquet", [row]), inputs)

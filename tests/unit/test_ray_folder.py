@@ -6,8 +6,8 @@ import pytest
 from ray._common.utils import try_to_create_directory
 
 from mrl.config.process_schema import ClusterConfig
-from mrl.placement import ray_cluster, ray_folder
-from mrl.placement.ray_folder import private_ray_folder
+from mrl.placement import ray_cluster
+from mrl.placement.ray_cluster import private_ray_folder
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_folder_of_ray_is_private_and_is_used_again(short_folder):
 
 def test_a_folder_that_only_its_user_can_enter_is_used_itself(short_folder, monkeypatch):
     """A site may give each job a private folder. Its path may be so long that there is no room for one more name."""
-    chosen = short_folder / "job_12345678".ljust(ray_folder.MAX_PATH_BYTES - len(f"{short_folder}//r"), "x")
+    chosen = short_folder / "job_12345678".ljust(ray_cluster.MAX_PATH_BYTES - len(f"{short_folder}//r"), "x")
     chosen.mkdir(mode=0o700)
     monkeypatch.setenv("RAY_TMPDIR", str(chosen))
     assert private_ray_folder() == chosen / "r"
@@ -46,7 +46,7 @@ def test_a_folder_that_only_its_user_can_enter_is_used_itself(short_folder, monk
 
 
 def test_a_socket_of_ray_fits_below_the_longest_folder():
-    longest = "/" + "x" * (ray_folder.MAX_PATH_BYTES - 1)
+    longest = "/" + "x" * (ray_cluster.MAX_PATH_BYTES - 1)
     assert len(f"{longest}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.9") <= 107
 
 
@@ -69,7 +69,7 @@ def test_a_long_ray_tmpdir_is_refused_and_a_long_tmpdir_is_replaced(monkeypatch,
     with pytest.raises(ValueError, match="Set RAY_TMPDIR to a shorter path"):
         private_ray_folder()
     monkeypatch.delenv("RAY_TMPDIR")
-    monkeypatch.setattr(ray_folder.tempfile, "gettempdir", lambda: str(long))
+    monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(long))
     assert private_ray_folder() == Path(f"/tmp/mrl-ray-{os.getuid()}/r")
 
 

@@ -3,14 +3,14 @@
 import pickle
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
 
 from mrl.config.schema import Config, RolloutConfig, ScoringConfig
 from mrl.controller.rehearsal import rehearse_agent, rehearse_reward
-from mrl.core.user_code import describe_error, user_location
+from mrl.core.code_locations import describe_error, user_location
 from mrl.rewards.reward_types import Response, Weighted
 from mrl.rewards.user_function import Function
 from mrl.rollout.agents.tool_agent import ToolAgent
@@ -82,6 +82,20 @@ def test_a_reward_that_fails_for_some_responses_is_a_warning(function, caplog, o
 def test_a_service_that_is_not_up_yet_is_a_warning(function, caplog):
     rehearse_reward(function("raise ConnectionRefusedError('no server')"), RESPONSES, SETTINGS)
     assert "ConnectionRefusedError: no server" in caplog.text
+
+
+def test_a_reward_is_called_with_rows_of_each_data_source(function, caplog):
+    """The function fails for the second data source, or cannot answer for the first."""
+    code = [replace(response, data_source="code", group=7) for response in RESPONSES]
+    body = "return {'set': 1.0}[data_source]"
+    with pytest.raises(ValueError, match=r"KeyError: 'code'[\s\S]* to row 7 of the training data"):
+        rehearse_reward(function(body), [*RESPONSES, *code], SETTINGS)
+    rehearse_reward(
+        function(f"if data_source == 'set': raise TimeoutError('busy')\n    {body}"), [*RESPONSES, *code], SETTINGS
+    )
+    assert caplog.text.count("TimeoutError: busy") == 1, (
+        "after a failure that may be temporary, no other source is called"
+    )
 
 
 @dataclass
@@ -169,9 +183,9 @@ class LetterTokenizer:
 
 class Agent(ToolAgent):
     def prepare(self, tokenizer, template_args=None):
-        from mrl.rollout.agents.tool_agent import Conversation
+        from mrl.rollout.agents.tool_agent import BoundToolAgent
 
-        return Conversation(self, tokenizer, template=None, stop_token_ids=())  # type: ignore[arg-type]
+        return BoundToolAgent(self, tokenizer, template=None, stop_token_ids=())  # type: ignore[arg-type]
 
 
 def test_a_mistake_in_an_agent_is_found_before_the_start():

@@ -17,7 +17,7 @@ from mrl.controller.plan_models import gpu_transport
 from mrl.controller.processes import shared_nccl_variables
 from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import SlotDemand, make_pools
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.weight_sync.session import _divide_plan
 from mrl.weight_sync.transfer_plan import (
     ProcessLocation,
@@ -34,8 +34,14 @@ from parallel.dims import ParallelDims
 
 DENSE = [dict(dp=8), dict(tp=2, dp=4), dict(tp=2, pp=2, dp=2), dict(tp=4, cp=2)]
 MOE = [dict(tp=2, dp=4, ep=2, etp=1), dict(pp=2, dp=4, ep=4)]
-ENGINES = [(Topology(1), 8), (Topology(1), 5), (Topology(2), 4), (Topology(4), 2), (Topology(4, dp=2), 1)]
-MOE_ENGINES = [(Topology(2, 2), 4), (Topology(4, 4), 1), (Topology(4, 2, 2), 2)]
+ENGINES = [
+    (EngineParallelSizes(1), 8),
+    (EngineParallelSizes(1), 5),
+    (EngineParallelSizes(2), 4),
+    (EngineParallelSizes(4), 2),
+    (EngineParallelSizes(4, dp=2), 1),
+]
+MOE_ENGINES = [(EngineParallelSizes(2, 2), 4), (EngineParallelSizes(4, 4), 1), (EngineParallelSizes(4, 2, 2), 2)]
 CASES = [(QWEN3, *case) for case in itertools.product(DENSE, ENGINES)] + [
     (QWEN3_MOE, *case) for case in itertools.product(MOE, MOE_ENGINES)
 ]
@@ -239,6 +245,9 @@ def test_plan_sync_shows_the_bytes_inside_and_between_nodes_without_relays(
 
 def test_without_a_group_of_gpus_plan_sync_shows_no_bytes_between_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    made, make = [], plan_tools.make_input_files
+    monkeypatch.setattr(plan_tools, "make_input_files", lambda config: made.append(make(config)))
     for transport in (Transport.disk, Transport.shared_memory):
         config = config_of(None, tmp_path, f"weight_sync.transport={transport}", experiment="quickstart")
         assert plan_tools.plan_sync(config).engine_hosts is None
+    assert len(made) == 2, "each plan makes the input files once"

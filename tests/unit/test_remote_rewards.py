@@ -13,7 +13,7 @@ from http_engines import reserve_port
 
 from mrl.config.instantiate import instantiate
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rewards.remote_models import Judge, RewardModel
+from mrl.rewards.remote_models import Judge, RewardModel, set_servers
 from mrl.rewards.reward_types import Response, Turn
 from mrl.rewards.scorer import Scorer, check_reward
 
@@ -249,7 +249,10 @@ def test_a_reward_model_gets_the_conversation_as_token_ids(tokenizer_folder):
 def test_a_model_with_several_outputs_is_no_reward_model(tokenizer_folder):
     with service(lambda *_: (200, {"embedding": [1.0, 2.0]})) as url:
         (score,) = scores_of(RewardModel(url=url, tokenizer=tokenizer_folder), "x")
-    assert "returned 2 numbers; expected a model with one output" in score.failure
+        set_servers("grader", [url])
+        (role_score,) = scores_of(RewardModel(role="grader", tokenizer=tokenizer_folder), "x")
+    message = "returned 2 numbers; expected a model with one output"
+    assert f"{url} {message}" in score.failure and f"roles.grader {message}" in role_score.failure
 
 
 def test_a_reward_model_needs_its_tokenizer(tmp_path):

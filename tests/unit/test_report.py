@@ -11,8 +11,7 @@ from mrl.tracking.report.answers import answers
 from mrl.tracking.report.charts import interval, thinned
 from mrl.tracking.report.page import PAGE_BYTES, render
 from mrl.tracking.report.recorded_run import RecordedRun
-from mrl.tracking.timeline import ProcessTimeline, Span
-from mrl.tracking.timeline_summary import summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, Span, summarize, trainer_ranks
 
 
 def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -> Path:
@@ -75,7 +74,7 @@ def trainer_rank(rank: int, computing_s: float, pp: int = 0) -> ProcessTimeline:
 )
 def test_which_rank_is_slow_names_a_slow_rank_or_says_that_there_is_none(tmp_path, ranks, text):
     driver = ProcessTimeline("driver", "driver", 0, spans=[Span("weight_sync", "phase", 110.0, 1.0, 1)])
-    run = RecordedRun(tmp_path, timeline=summarise([driver, *ranks]), ranks=trainer_ranks(ranks))
+    run = RecordedRun(tmp_path, timeline=summarize([driver, *ranks]), ranks=trainer_ranks(ranks))
     assert answer({"answers": answers(run)}, "Which rank is slow").startswith(text)
     run = RecordedRun(tmp_path, ranks=trainer_ranks(ranks * 2))
     assert "no complete step" in answer({"answers": answers(run)}, "Which rank is slow")
@@ -86,8 +85,55 @@ def test_which_rank_is_slow_names_a_slow_rank_or_says_that_there_is_none(tmp_pat
 )
 def test_the_headline_says_how_the_run_ended(tmp_path, outcome, words):
     folder = make_run(tmp_path / "run")
-    (folder / "starts.jsonl").write_text(json.dumps({"event": "end", "step": 3, "outcome": outcome}))
+    (folder / "starts.jsonl").write_text(json.dumps({"event": "end", "time": 1, "step": 3, "outcome": outcome}))
     assert f"3 steps; the run {words}" in page_data([folder])["health"]["headline"].replace(", no problem found", "")
+
+
+ADVANTAGES, DISTILLATION = "mrl.algorithms.advantages.", "mrl.algorithms.distillation.Distillation"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_problem"),
+    [
+        ({"advantage": {"_target_": f"{ADVANTAGES}NoAdvantage"}, "loss": {"_target_": DISTILLATION}}, False),
+        ({"advantage": {"_target_": f"{ADVANTAGES}OnPolicyDistillation"}}, False),
+        (
+            {
+                "advantage": {
+                    "_target_": f"{ADVANTAGES}OnPolicyDistillation",
+                    "reward": {"_target_": f"{ADVANTAGES}GRPO"},
+                }
+            },
+            True,
+        ),
+        ({"advantage": {"_target_": f"{ADVANTAGES}GRPO"}}, True),
+        ({"advantage": {"_target_": f"{ADVANTAGES}GRPO", "no_such_argument": 1}}, True),
+        ({"advantage": {"_target_": "os.abort"}}, True),
+    ],
+)
+@pytest.mark.parametrize("zero_advantage", [1.0, 0.5])
+def test_equal_rewards_are_no_problem_of_a_distillation_without_rewards(
+    tmp_path, algorithm, is_problem, zero_advantage
+):
+    values = {
+        "reward__std": 0.0,
+        "batch__zero_advantage_fraction": zero_advantage,
+        "rollout__kept_groups_fraction": 1.0,
+    }
+    folder = make_run(
+        tmp_path / "run", config={"algorithm": algorithm, "rollout": {"responses_per_prompt": 4}}, **values
+    )
+    lines = page_data([folder])["health"]["lines"]
+    assert any("every reward of the step is 0" in line.lower() for line in lines) == is_problem
+
+
+def test_a_single_response_to_each_prompt_explains_why_a_run_learns_nothing(tmp_path):
+    config = {
+        "algorithm": {"advantage": {"_target_": f"{ADVANTAGES}GRPO"}},
+        "rollout": {"responses_per_prompt": 1},
+    }
+    folder = make_run(tmp_path / "run", config=config, reward__std=1.0, batch__zero_advantage_fraction=1.0)
+    assert "rollout.responses_per_prompt=1, but GRPO compares" in " ".join(page_data([folder])["health"]["lines"])
 
 
 def test_charts_and_problems_are_described_in_sentences(tmp_path):
@@ -248,8 +294,9 @@ def test_an_error_before_the_first_step_comes_from_the_log(tmp_path):
 
 def test_resumes_and_the_agreement_of_trainer_and_engines_are_answered(tmp_path):
     folder = make_run(tmp_path / "run", mismatch__logprob_abs_mean=0.2)
-    events = [{"event": "start", "step": 0}, {"event": "end", "step": 2}, {"event": "resume", "step": 2}]
-    (folder / "starts.jsonl").write_text("\n".join(map(json.dumps, events)))
+    events = [("start", 0), ("end", 2), ("resume", 2)]
+    lines = [json.dumps({"event": event, "time": 1, "step": step}) for event, step in events]
+    (folder / "starts.jsonl").write_text("\n".join(lines))
     data = page_data([folder])
     assert answer(data, "resumed") == "Yes, once: from the checkpoint after step 2."
     assert answer(data, "agree").startswith("No: in step 3") and "0.05" in answer(data, "agree")
@@ -283,8 +330,8 @@ def test_few_whole_numbers_have_one_row_each_in_a_distribution(tmp_path):
 def test_the_software_of_two_runs_is_unknown_without_commits(tmp_path, commits, changed, text):
     folders = [make_run(tmp_path / name) for name in "ab"]
     for folder, commit in zip(folders, commits, strict=True):
-        start = {"event": "start", "commit": commit, "changed_files": changed, "packages": {"torch": "2"}}
-        (folder / "starts.jsonl").write_text(json.dumps(start))
+        start = {"event": "start", "time": 1, "step": 0, "commit": commit, "changed_files": changed}
+        (folder / "starts.jsonl").write_text(json.dumps(start | {"packages": {"torch": "2"}}))
     assert answer(page_data(folders), "Was the software the same").startswith(text)
 
 
@@ -352,7 +399,8 @@ def test_a_run_with_one_rank_has_no_slow_rank_also_without_a_timeline(tmp_path, 
 
 
 def ended(folder: Path, outcome: str, error: str | None = None) -> Path:
-    (folder / "starts.jsonl").write_text(json.dumps({"event": "end", "outcome": outcome, "error": error}))
+    end = {"event": "end", "time": 1, "step": 3, "outcome": outcome, "error": error}
+    (folder / "starts.jsonl").write_text(json.dumps(end))
     return folder
 
 

@@ -15,7 +15,7 @@ import pytest
 from mrl_runs import start_program
 
 from models.architecture import Architecture
-from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_sizes
+from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pickles, find_resume_point, model_identity
 from mrl.checkpoint.run_dir import check_not_in_use, lock_run_dir, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.commands import train_process
@@ -26,6 +26,7 @@ from mrl.controller import memory_check
 from mrl.controller.build import finished_result
 from mrl.core.jsonl import JsonLinesFile
 from parallel.rope import Rope
+from parallel.trainer_config import LoraConfig
 
 
 @cache
@@ -132,6 +133,18 @@ def test_changed_keys_are_listed_and_logged_rollouts_of_other_settings_are_not_t
     assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "decides"), [("num_engines", 3, False), ("engine_tp", 2, False), ("path", "/other", True)]
+)
+def test_logged_rollouts_do_not_depend_on_the_number_of_servers_of_a_served_model(tmp_path, key, value, decides):
+    judge = {"path": "/judge", "num_engines": 1, "engine_tp": 1}
+    before, now = (config_of(tmp_path, roles={"judge": role}) for role in (judge, judge | {key: value}))
+    begin(before, step=4)
+    found = find_resume_point(now)
+    assert [change.partition(":")[0] for change in found.changes] == [f"roles.judge.{key}"]
+    assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
+
+
 def test_logged_rollouts_belong_to_their_data_and_to_the_initial_weights(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
@@ -208,20 +221,51 @@ def test_a_run_continues_from_an_older_checkpoint_if_the_newest_is_damaged(tmp_p
 def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_named(tmp_path):
     arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {"hidden": 128})
     config = config_of(tmp_path)
-    begin(config, step=4, model=model_sizes(arch))
+    identity = model_identity(arch, LoraConfig(), "unread")
+    begin(config, step=4, model=identity)
     resume = find_resume_point(config)
-    check_checkpoint_fits(resume, arch, {"actor"})
+    check_checkpoint_fits(resume, identity, {"actor"})
     with pytest.raises(
         ValueError, match=rf"another model \(vocabulary {arch.vocab_size} instead of {arch.vocab_size + 8}\)"
     ):
-        check_checkpoint_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
+        check_checkpoint_fits(resume, identity | dict(vocabulary=arch.vocab_size + 8), {"actor"})
+    with pytest.raises(ValueError, match=r"from a run with model\.train_vision=false; set the key to it"):
+        check_checkpoint_fits(resume, model_identity(arch, LoraConfig(), "unread", train_vision=True), {"actor"})
     with pytest.raises(ValueError, match="has no critic, which this algorithm needs"):
-        check_checkpoint_fits(resume, arch, {"actor", "critic"})
+        check_checkpoint_fits(resume, identity, {"actor", "critic"})
     assert resume.checkpoint
     old = replace(resume, checkpoint=replace(resume.checkpoint, removed=("critic",)))
-    check_checkpoint_fits(old, arch, {"actor"})
+    check_checkpoint_fits(old, identity, {"actor"})
     with pytest.raises(ValueError, match="the critic of this checkpoint was removed, because it is old"):
-        check_checkpoint_fits(old, arch, {"actor", "critic"})
+        check_checkpoint_fits(old, identity, {"actor", "critic"})
+
+
+def test_a_checkpoint_of_adapters_fits_only_its_base_model_its_scale_and_its_matrices(tmp_path):
+    arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {"hidden": 128})
+    config, lora = config_of(tmp_path), LoraConfig(rank=2, alpha=4.0, targets=["v_proj", "q_proj"])
+    folders = {name: tmp_path / name for name in ("base", "moved", "tuned")}
+    weights = os.urandom(200_000)
+    for name, folder in folders.items():
+        folder.mkdir()
+        content = weights if name != "tuned" else weights[:100_000] + os.urandom(100_000)
+        (folder / "model.safetensors").write_bytes(content)
+    begin(config, step=4, model=model_identity(arch, lora, str(folders["base"])))
+    resume = find_resume_point(config)
+    check_checkpoint_fits(resume, model_identity(arch, lora, str(folders["moved"])), {"actor"})
+    for changed, folder, message in (
+        (lora, "tuned", "belong to a base model with other weights; set model.path"),
+        (replace(lora, alpha=8.0), "base", "from a run with lora.alpha=4.0; set the key to it"),
+        (replace(lora, rank=4), "base", "from a run with lora.rank=2; set the key to it"),
+        (LoraConfig(), "base", "from a run with lora.rank=2; set the key to it"),
+        (
+            replace(lora, targets=["v_proj"]),
+            "base",
+            r"from a run with lora.targets=\[q_proj,v_proj\]; set the key to it",
+        ),
+        (replace(lora, experts=True), "base", "from a run with lora.experts=false; set the key to it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_checkpoint_fits(resume, model_identity(arch, changed, str(folders[folder])), {"actor"})
 
 
 def test_the_submission_of_a_job_does_not_read_the_checkpoint(tmp_path, monkeypatch):
@@ -376,7 +420,7 @@ def export_weights(run_dir: Path, step: int) -> None:
     (run_dir / "hf/mrl_step.json").write_text(json.dumps({"step": step}))
 
 
-def test_a_finished_run_is_recognised_without_starting_a_process(tmp_path, monkeypatch, capsys):
+def test_a_finished_run_is_recognized_without_starting_a_process(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, **{"trainer.max_steps": 3, "data.inputs.folder": str(tmp_path / "inputs")})
     begin(config, step=3, progress=FINISHED)
     assert finished_result(config) is None, "the weights were not exported yet"

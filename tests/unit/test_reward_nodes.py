@@ -126,7 +126,7 @@ def test_a_function_may_be_named_by_its_module(file, tmp_path, monkeypatch):
         ),
         (dict(path="no.such.module"), "path=no.such.module: cannot be imported (ModuleNotFoundError"),
         (dict(name="compute_scor"), "has no function of this name; did you mean 'compute_score'?"),
-        (dict(name="LIMIT"), "this is of type int, not a function"),
+        (dict(name="LIMIT"), "LIMIT is an object of type int; expected a function"),
         (dict(name="positional"), "positional(a, b, c, d) cannot be called as positional(data_source, solution_str"),
         (dict(args={"solution_str": 1}), "args.solution_str: compute_score gets this argument for each response"),
         (dict(args={"metod": 1}), "args.metod: compute_score(data_source"),

@@ -15,7 +15,7 @@ from mrl.rewards.rule_based import (
     MultipleChoice,
     Overlong,
     Repetition,
-    last_boxed,
+    last_closed_box,
 )
 from mrl.rewards.scorer import Scorer
 
@@ -79,9 +79,9 @@ def test_with_boxed_only_boxed_answers_count():
 
 
 def test_the_last_complete_box_counts():
-    assert last_boxed(r"\boxed{1} \boxed{\frac{1}{2}} \boxed{3") == r"\frac{1}{2}"
-    assert last_boxed("none") is None
-    assert last_boxed(r"\boxed{" * 100_000) is None
+    assert last_closed_box(r"\boxed{1} \boxed{\frac{1}{2}} \boxed{3") == r"\frac{1}{2}"
+    assert last_closed_box("none") is None
+    assert last_closed_box(r"\boxed{" * 100_000) is None
 
 
 @pytest.mark.extended

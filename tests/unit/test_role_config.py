@@ -12,12 +12,12 @@ import pytest
 
 from mrl.config import hydra_entry
 from mrl.config.validate import roles_of
-from mrl.controller import plan_train, worker_groups
+from mrl.controller import model_processes, plan_train
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, MemoryState
-from mrl.controller.plan_models import build_pools, parallel_layout, plan_models
-from mrl.controller.plan_train import check_memory_fractions, check_served_folders, check_served_roles
+from mrl.controller.model_processes import ModelGroups
+from mrl.controller.plan_models import build_pools, check_served_folders, parallel_layout, plan_models
+from mrl.controller.plan_train import check_memory_fractions, check_served_roles
 from mrl.controller.processes import RunProcesses
-from mrl.controller.worker_groups import ModelGroups
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards import remote_models
 from mrl.rewards.by_source import BySource
@@ -122,7 +122,7 @@ def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(worker_groups, "WorkerGroup", Group)
+    monkeypatch.setattr(model_processes, "WorkerGroup", Group)
     placements = dict.fromkeys(plans, SimpleNamespace(options=list))
     models = ModelGroups(plans, placements, MemoryScheduler(frozenset()), SimpleNamespace(), ExitStack())
     others = {name: plan for name, plan in plans.items() if name != ACTOR}
@@ -185,6 +185,15 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
         check_served_folders(served)
     (tmp_path / "config.json").write_text("{}")
     check_served_folders(served)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM"])
+def test_a_served_role_that_needs_gpus_is_refused_on_a_cpu(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=[name])))
+    served = [f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1"]
+    with pytest.raises(ValueError, match=rf"roles\.judge\.path=.* no kernels for {name} on a CPU; use GPUs\.$"):
+        check_served_folders(config(*served, "sglang.device=cpu"))
+    check_served_folders(config(*served, "cluster=h100"))
 
 
 def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
@@ -251,7 +260,7 @@ def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3,
         ),
         (["checkpoint.keep_last_exports=1", "checkpoint.export_every=2"], None),
         (
-            ["rollout.replay=outputs/run", "rollout.group_sizes={_target_: mrl.data.group_sizes.ByDifficulty}"],
+            ["rollout.replay=outputs/run", "rollout.group_sizes={_target_: mrl.data.samplers.ByDifficulty}"],
             "rollout.group_sizes: not used, because rollout.replay sets the prompts of each step.",
         ),
         (["checkpoint.keep_last=1", "trainer.max_tokens_per_micro_batch=64"], None),

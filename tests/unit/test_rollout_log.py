@@ -214,7 +214,7 @@ def test_a_completion_belongs_to_its_number_and_its_input_tokens(tmp_path):
 def test_a_process_finds_its_own_completions_after_it_reads_them(tmp_path):
     cache = CompletionCache(tmp_path, 3)
     cache.put([0], [[5]], [completion(1)])
-    cache.start_step(4)
+    cache.begin_step(4)
     cache.put([1], [[6]], [completion(2)])
     assert len(cache) == 0
     cache.read()
@@ -259,7 +259,7 @@ def test_completions_of_earlier_steps_are_deleted(tmp_path):
     CompletionCache(tmp_path, 3).put([0], [[5]], [completion(1)])
     last = CompletionCache(tmp_path, 3)
     last.put([1], [[5]], [completion(1)])
-    last.start_step(4)
+    last.begin_step(4)
     last.put([2], [[5]], [completion(1)])
     last.discard(4)
     assert len(last) == 0 and len(CompletionCache(tmp_path, 4)) == 1

@@ -1,4 +1,4 @@
-"""RolloutManager replaces lost engines and repeats the call, but only a limited number of times."""
+"""RolloutManager replaces lost engines and repeats the call a limited number of times, and begins to write samples."""
 
 from types import SimpleNamespace
 
@@ -44,3 +44,20 @@ def test_lost_engines_are_replaced_and_the_call_is_repeated_a_limited_number_of_
     with pytest.raises(EngineError, match=message):
         RolloutManager(worker, worker).evaluate(7)
     assert len(worker.restored) == 3
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+def test_the_worker_is_called_for_samples_only_if_the_run_keeps_some(kept):
+    worker, calls = WorkerThatLosesEngines(losses=0), []
+    worker.spec.samples_per_step = kept
+
+    def begin(method, *args):
+        calls.append((method, *args))
+        return lambda: calls.append("waited")
+
+    worker.begin = begin
+    wait = RolloutManager(worker, worker).begin_writing_samples(3)
+    begun = [(RolloutWorker.write_samples, 3)] if kept else []
+    assert calls == begun, "the call does not wait for the worker"
+    wait()
+    assert calls == begun + (["waited"] if kept else [])

@@ -217,7 +217,7 @@ def test_a_step_has_a_deadline(start):
         run.sample_step(0, [300], 0, timeout_s=0.2)
 
 
-def test_waiting_requests_are_recognised_by_number_and_row(start):
+def test_waiting_requests_are_recognized_by_number_and_row(start):
     run = start(StalenessBuffer(SIZE, 1), SlowEngine())
     assert run.sample_step(0, [3, 4, 500, 600], 0)
     assert run.pipeline.has_requests([2, 3], [500, 600])

@@ -29,6 +29,14 @@ DEEPSEEK = dict(
     mscale_all_dim=0.707,
     rope_theta=1e4,
 )
+LONG = dict(  # for three pairs
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0, 1.3, 2.1],
+    long_factor=[1.5, 4.0, 9.0],
+    original_max_position_embeddings=1024,
+    factor=4.0,
+)
 KNOWN = [
     dict(rope_type="default", rope_theta=5e3),
     dict(rope_type="linear", factor=2.5, rope_theta=1e4),
@@ -67,6 +75,26 @@ def test_frequencies_and_amplitude_equal_those_of_transformers(parameters, dim):
     torch.testing.assert_close(rope.inv_freq(torch.float64), expected.double(), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("change", [{}, dict(factor=0.5), dict(attention_factor=0.8)], ids=str)
+def test_short_frequencies_of_longrope_equal_those_of_transformers(change):
+    rope = rope_from_parameters(LONG | change, 6)
+    expected, amplitude = theirs(LONG | change, 6)
+    assert torch.equal(rope.inv_freq(), expected) and rope.amplitude == amplitude
+    assert not torch.equal(expected, rope_from_parameters(dict(rope_type="default", rope_theta=1e4), 6).inv_freq())
+    assert rope.longest_sequence(4096) == 1024 and rope.longest_sequence(100) == 100
+
+
+def test_sglang_uses_the_same_angles_of_longrope_for_short_sequences():
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    parameters = {name: value for name, value in LONG.items() if name != "factor"}  # SGLang derives the factor
+    theirs = get_rope(6, 6, 4096, 10000.0, rope_scaling=parameters).long_short_cos_sin_cache[:1024]
+    rope = rope_from_parameters(LONG, 6)
+    angles = torch.outer(torch.arange(1024).float(), rope.inv_freq())
+    ours = torch.cat([angles.cos(), angles.sin()], -1) * rope.amplitude
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
 def test_float64_frequencies_equal_those_of_transformers(monkeypatch, parameters, dim):
@@ -97,13 +125,24 @@ def test_sglang_uses_the_same_angles(parameters):
     ("parameters", "dim", "message"),
     [
         (dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), 16, "rope_type='dynamic' is not implemented; known:"),
-        (dict(rope_type="longrope", rope_theta=1e4), 16, "rope_type='longrope' is not implemented"),
+        (dict(rope_type="proportional", rope_theta=1e4), 16, "rope_type='proportional' is not implemented"),
+        (
+            LONG | dict(short_factor=[1.0]),
+            6,
+            "short_factor=[1.0] of the rotary embedding: expected a list of 3 positive",
+        ),
+        (LONG | dict(long_factor=None), 6, "long_factor=None of the rotary embedding: expected a list of 3 positive"),
         (dict(rope_type="default", rope_theta=1e4, factor=2.0), 16, "factor=2.0 is not a field of rope_type='default'"),
         (YARN | dict(beta_quick=3), 16, "beta_quick=3 is not a field of rope_type='yarn'"),
         (dict(rope_type="linear", rope_theta=1e4), 16, "factor is missing; rope_type='linear' needs it"),
         (dict(rope_type="linear", rope_theta=1e4, factor=None), 16, "factor=None of the rotary embedding"),
         (dict(rope_type="linear", rope_theta=1e4, factor="2"), 16, "factor='2' of the rotary embedding"),
-        (dict(rope_type="linear", rope_theta=1e4, factor=0.0), 16, "factor=0.0 of the rotary embedding"),
+        (
+            dict(rope_type="linear", rope_theta=1e4, factor=0.0),
+            16,
+            "factor=0.0 of the rotary embedding: expected a positive number.",
+        ),
+        (YARN | dict(mscale=-1.0), 16, "mscale=-1.0 of the rotary embedding: expected 0 or a positive number."),
         (LLAMA31 | dict(low_freq_factor=4.0), 16, "low_freq_factor=4.0 of the rotary embedding: expected less than"),
         (dict(rope_type="default", rope_theta=1e4), 15, "rotates 15 components of a head in pairs"),
     ],

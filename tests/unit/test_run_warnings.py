@@ -184,7 +184,8 @@ def test_rewards_that_fail_for_a_share_of_the_responses_are_a_warning(tmp_path):
         scorer([Response("", "1", ""), Response("", "x", "")])
         scorer([Response("", "x", "")])
     assert (
-        "warning: 1 of 2 responses could not be scored and get the reward 0: ValueError: invalid" in terminal.getvalue()
+        "warning: 1 of 2 responses could not be scored and get the reward 0. One of the reasons: ValueError: invalid"
+        in terminal.getvalue()
     )
     assert "mine.py:2, in compute_score" in terminal.getvalue() and "  2x 1 of 2 responses" in terminal.getvalue()
 

@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.columns import PromptExample
-from mrl.data.group_sizes import ByDifficulty, apportion
 from mrl.data.prompts import PromptDrawing, PromptStream
 from mrl.data.samplers import (
     WINDOW,
+    ByDifficulty,
     Curriculum,
     DifficultyMixture,
     MixtureSource,
     PromptHistory,
     SamplerInputs,
     Shuffled,
+    apportion,
 )
 
 
@@ -204,3 +205,9 @@ def test_prompts_of_medium_difficulty_get_more_responses():
 def test_group_sizes_that_cannot_be_used_are_refused(function, message):
     with pytest.raises(ValueError, match=message):
         stream(group_sizes=function).group_sizes(np.arange(3), 4)
+
+
+def test_texts_are_no_pass_rates():
+    prompts = stream(group_sizes=ByDifficulty(column="level"), sizes=(3,), levels=["easy", "hard", "easy"])
+    with pytest.raises(ValueError, match=r"rollout\.group_sizes\.column=level: the column contains texts"):
+        prompts.group_sizes(np.arange(3), 4)

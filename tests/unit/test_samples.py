@@ -24,7 +24,7 @@ from mrl.core.sample_file import (
     spread,
 )
 from mrl.rewards.reward_types import Score
-from mrl.rollout.sample_texts import text_samples
+from mrl.rollout.rollout_log import text_samples
 from mrl.rollout.trajectory import Group, Sample
 from mrl.tracking.console import ConsoleSink
 
@@ -252,7 +252,7 @@ def test_samples_are_filtered(token_run, capsys, arguments, rewards):
 
 def test_filters_that_match_nothing_are_one_line(token_run, capsys):
     assert cli.main(["samples", str(token_run), "--search", "no such text"]) == 2
-    assert "none of the 4 samples of step 1 matches" in capsys.readouterr().err
+    assert "no sample of step 1 (4 are kept) matches the filters" in capsys.readouterr().err
 
 
 RED, BLUE = "\x1b[38;2;214;69;65m", "\x1b[38;2;38;130;196m"
@@ -278,4 +278,4 @@ def test_no_color_leaves_out_the_escape_codes(token_run, capsys, monkeypatch):
 
 def test_a_color_without_values_says_why(run_dir, capsys):
     assert cli.main(["samples", str(run_dir), "--color", "advantage"]) == 2
-    assert "an older version of mrl wrote them" in capsys.readouterr().err
+    assert "an older version of mrl wrote the samples" in capsys.readouterr().err

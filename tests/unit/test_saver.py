@@ -21,7 +21,7 @@ class Model:
         Path(folder).mkdir()
         self.begun.append((Path(folder), self.value, asynchronous))
 
-    def save_finished(self) -> bool:
+    def save_has_ended(self) -> bool:
         return self.arrived
 
     def abandon_save(self) -> None:
@@ -135,7 +135,21 @@ def test_an_export_that_a_kill_has_prevented_leaves_no_step_of_older_weights(sav
     made.export = fail
     with pytest.raises(OSError, match="No space"):
         made.finish(state(7))
-    assert exported_step(made.run_dir) in (5, None) and made.store.latest().step == 7
+    assert exported_step(made.run_dir) == 5 and made.store.latest().step == 7
+
+
+def test_a_failed_export_leaves_the_earlier_folder(saver):
+    made = exported(saver(every=0, export_every=1))
+    made.between_steps(state(1), {})
+
+    def fail(folder: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.export = fail
+    made.between_steps(state(1), {})
+    assert exports(made) == [1]
+    exported(made).between_steps(state(1), {})
+    assert [path.name for path in (made.run_dir / "exports").iterdir()] == ["step_000001"]
 
 
 def test_a_preempted_run_is_saved_once(saver, model):

@@ -392,7 +392,16 @@ def test_an_invalid_reward_is_refused_before_any_process_starts():
         check_reward(local)
     with pytest.raises(ValueError, match="cannot be called with a list of responses"):
         check_reward(of_nothing)
+    with pytest.raises(ValueError, match="declares both per_sample and whole_groups"):
+        check_reward(Weighted({"a": SingleAndWhole()}))
     check_reward(Weighted({"a": ExactMatch(), "b": Single()}))
+
+
+@dataclass(frozen=True)
+class SingleAndWhole(Single):
+    """Declares two ways to be called that exclude each other."""
+
+    whole_groups: ClassVar[bool] = True
 
 
 def of_nothing():

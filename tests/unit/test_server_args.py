@@ -1,6 +1,7 @@
 """Checks and defaults of SGLang's server arguments."""
 
 import ast
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from mrl.rollout.engines.server_args import (
     RESERVED_ARGS,
     REWARD_MODELS,
     UNSYNCED_ARGS,
+    block_fp8_args,
     check_server_args,
     check_synced_args,
     default_server_args,
@@ -46,10 +48,19 @@ def test_arguments_that_mrl_sets_are_refused(name):
 
 @pytest.mark.parametrize("name", UNSYNCED_ARGS)
 def test_engines_that_cannot_take_new_weights_are_refused_in_training(name):
-    check_server_args({name: "fp8"})  # a command without a trainer may use it
+    check_server_args({name: "awq"})  # a command without a trainer may use it
     check_synced_args({name: None})
-    with pytest.raises(ValueError, match=rf"sglang\.{name}=fp8: .* from the trainers; remove this argument"):
-        check_synced_args({name: "fp8"})
+    with pytest.raises(ValueError, match=rf"sglang\.{name}=awq: .* from the trainers; remove this argument"):
+        check_synced_args({name: "awq"})
+
+
+def test_engines_with_block_scales_are_started_with_random_weights():
+    check_synced_args({"quantization": "fp8"})
+    check_server_args(block_fp8_args())
+    assert block_fp8_args()["load_format"] == "dummy"
+    assert json.loads(block_fp8_args()["json_model_override_args"]) == {
+        "quantization_config": dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    }
 
 
 @pytest.mark.parametrize("name", REWARD_MODELS)

@@ -57,9 +57,9 @@ def test_a_call_path_may_return_only_to_a_function_that_names_the_next_one():
     assert broken_links(ROOT, [f"{helper} -> return", following]) == [f"{helper} does not name {following}"]
 
 
-def test_no_test_file_is_longer_than_600_lines():
+def test_no_test_file_is_longer_than_500_lines():
     lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
-    assert max(lengths.values()) <= 600, max(lengths, key=lengths.__getitem__)
+    assert max(lengths.values()) <= 500, max(lengths, key=lengths.__getitem__)
 
 
 def test_nothing_asks_for_the_name_of_an_algorithm():

@@ -16,10 +16,9 @@ import psutil
 import pytest
 from mrl_runs import is_alive, signal_all, start_program
 
-from mrl.core import processes, shutdown
-from mrl.core.processes import end_processes, with_variable
-from mrl.core.shutdown import end_orphans, shutdown_deadline
-from mrl.rewards import worker_pool
+from mrl.core import processes
+from mrl.core.processes import end_orphans, end_processes, shutdown_deadline, with_variable
+from mrl.rewards import scorer as scorer_module
 from mrl.rewards.reward_types import Response, Score
 from mrl.rewards.scorer import Scorer
 
@@ -148,8 +147,8 @@ def _response(text: str) -> Response:
 
 
 def test_a_stopped_process_is_named_and_ended_at_the_deadline(started, monkeypatch, caplog):
-    monkeypatch.setattr(shutdown, "NOTICE_S", 0.2)
-    monkeypatch.setattr(shutdown, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(processes, "NOTICE_S", 0.2)
+    monkeypatch.setattr(processes, "TIMEOUT_S", 5.0)
     earlier = sleeper(started)
     time.sleep(1.2)  # a process counts as earlier if it is more than one second older
     stopped = sleeper(started)
@@ -173,7 +172,7 @@ def test_nothing_is_said_or_ended_before_the_deadline(started, caplog, own_recor
 
 def test_a_process_that_still_waits_after_the_deadline_exits():
     code = (
-        "import threading\nfrom mrl.core import shutdown\nshutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1\n"
+        "import threading\nfrom mrl.core import processes as shutdown\nshutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1\n"
         "with shutdown.shutdown_deadline('the test', 0.0): threading.Event().wait()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -182,7 +181,7 @@ def test_a_process_that_still_waits_after_the_deadline_exits():
 
 HANGING = """
 import threading
-from mrl.core import run_errors, shutdown
+from mrl.core import processes as shutdown, run_errors
 shutdown.TIMEOUT_S = shutdown.EXIT_S = 0.1
 shutdown.call_before_exit(lambda: print("ended", flush=True))
 try:
@@ -238,12 +237,12 @@ def test_the_supervisor_spares_processes_that_are_not_of_its_run():
 def test_a_worker_that_is_not_registered_yet_is_no_leftover(started, monkeypatch):
     young = sleeper(started)
     registered: list[list[subprocess.Popen]] = [[], [young]]
-    monkeypatch.setattr(worker_pool.multiprocessing.forkserver._forkserver, "_forkserver_pid", 1)
-    monkeypatch.setattr(worker_pool, "descendants", lambda pid: [started[0]] if pid == 1 else [])
-    monkeypatch.setattr(worker_pool, "REGISTRATION_S", 600.0)
+    monkeypatch.setattr(scorer_module.multiprocessing.forkserver._forkserver, "_forkserver_pid", 1)
+    monkeypatch.setattr(scorer_module, "descendants", lambda pid: [started[0]] if pid == 1 else [])
+    monkeypatch.setattr(scorer_module, "REGISTRATION_S", 600.0)
     slept: list[float] = []
-    monkeypatch.setattr(worker_pool.time, "sleep", slept.append)
-    monkeypatch.setattr(worker_pool.multiprocessing, "active_children", lambda: registered.pop(0))
-    assert worker_pool._leftovers() == [] and 500 < slept[0] <= 600
+    monkeypatch.setattr(scorer_module.time, "sleep", slept.append)
+    monkeypatch.setattr(scorer_module.multiprocessing, "active_children", lambda: registered.pop(0))
+    assert scorer_module._leftovers() == [] and 500 < slept[0] <= 600
     registered[:] = [[], []]
-    assert worker_pool._leftovers() == [started[0]], "a process that no pool registers"
+    assert scorer_module._leftovers() == [started[0]], "a process that no pool registers"

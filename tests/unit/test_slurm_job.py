@@ -13,7 +13,7 @@ from mrl.config import hydra_entry
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.schema import Config
 from mrl.config.validate import check_cluster
-from mrl.core.installation import PACKAGE_ROOT, SLURM
+from mrl.core.code_locations import PACKAGE_ROOT, SLURM
 from mrl.launch import slurm_job
 from mrl.placement.ray_cluster import missing_nodes
 from mrl.placement.resource_pools import gpus_of_nodes

@@ -71,7 +71,7 @@ def test_large_integers_stay_exact(model, tmp_path):
 def test_a_column_set_by_the_user_must_exist_in_every_row(model, file):
     sources = train(train=[file], columns={"prompt": "question", "ground_truth": "answer", "data_source": "lvl"})
     report = PromptDataset.load(sources, model, PromptConstraints(40, 32)).report
-    assert report.num_bad == 2 and report.omitted[0].reason.endswith("did you name it 'level'?")
+    assert report.num_bad == 2 and report.omitted[0].reason.endswith("did you mean 'level'?")
 
 
 def test_a_system_message_is_added_to_prompts_without_one(model, tmp_path):
@@ -192,7 +192,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
     ("keys", "message"),
     [
         ({}, "data.train must name at least one"),
-        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, but at most one"),
+        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, but exactly one"),
         ({"train": ["a"], "columns": {"promt": "q"}}, "data.columns.promt: .*did you mean 'prompt'"),
         ({"train": ["a"], "columns": {"prompt": None}}, "columns.prompt=None: expected the name of a column"),
         ({"train": ["a"], "columns": {"ground_truth": 3}}, "columns.ground_truth=3: expected the name"),

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mrl.checkpoint.starts import ERROR_CHARACTERS, STARTS_FILE, read_events, record_run
+from mrl.checkpoint.run_dir import ERROR_CHARACTERS, STARTS_FILE, read_events, record_run
 from mrl.controller.processes import _closed_in_time
 from mrl.core.run_errors import PreemptedError, UnhealthyRunError
 

@@ -14,8 +14,7 @@ from mrl.algorithms.losses import PPOClip
 from mrl.config.process_schema import StepDumpConfig
 from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
 from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
-from mrl.diagnostics.step_dump import StepDump, WeightsLocation
-from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
+from mrl.diagnostics.step_dump import StepDump, StepDumpRecorder, WeightsLocation
 from mrl.workers.model_trainers import UpdateRequest
 from mrl.workers.worker import DUMPED_BATCH, TrainWorker
 
@@ -99,6 +98,18 @@ def test_requested_steps_are_numbered_as_in_the_metrics(tmp_path, update):
     )
 
 
+def test_each_update_of_a_step_has_a_dump_of_its_own(tmp_path, update):
+    several = recorder(tmp_path, steps=[2])
+    for attempt in (1.0, 2.0):  # the run repeats the step after it has recovered from a lost process
+        for index in range(3):
+            train(several, replace(update, index=index), [attempt + index], first=1)
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["step_000002", "step_000002_update_2", "step_000002_update_3"]
+    descriptions = [StepDump.read(tmp_path / name).description for name in folders]
+    assert [description.grad_norms[-1] for description in descriptions] == [2.0, 3.0, 4.0]
+    assert {description.step for description in descriptions} == {2}
+
+
 @contextmanager
 def failing(recorder: StepDumpRecorder, update: UpdateRequest, writers: object):
     with pytest.raises(FloatingPointError) as caught, recorder.watch(writers, update, 2):
@@ -147,7 +158,7 @@ def test_a_manifest_that_does_not_fit_on_the_disk_costs_only_the_dump(tmp_path, 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mrl.diagnostics.step_dump_recorder.write_manifest", fail)
+    monkeypatch.setattr("mrl.diagnostics.step_dump.write_manifest", fail)
     train(recorder(tmp_path, steps=[1]), update, [1.0, 1.0])
     assert list(tmp_path.iterdir()) == []
 

@@ -5,8 +5,8 @@ from sampled_groups import group
 
 from mrl.core import metrics
 from mrl.rewards.reward_types import Score
+from mrl.rollout.response_metrics import MAX_SOURCES, LengthBias, SampledStep, UnscoredStepError, source_names
 from mrl.rollout.staleness_buffer import ResponseLengths
-from mrl.rollout.step_metrics import MAX_SOURCES, LengthBias, SampledStep, UnscoredStepError, source_names
 from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
 
 ALL, SOME, NONE = (Score(1.0), Score(1.0)), (Score(1.0), Score(0.0)), (Score(0.0), Score.failed("it hung"))

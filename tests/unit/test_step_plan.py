@@ -15,10 +15,11 @@ from test_fit import World, trainer
 from mrl.algorithms.advantages import GAE, GRPO, RLOO
 from mrl.algorithms.losses import CISPO, CrossEntropy, PPOClip
 from mrl.algorithms.objective import Objective
+from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
 from mrl.controller import example_steps
 from mrl.controller.example_steps import SourceAlgorithm, best_of_n, by_source, ranks_in_groups
-from mrl.controller.step_plan import check_step_sources, plan_step
+from mrl.controller.plan_step import check_step_sources, plan_step
 from mrl.controller.trainer import Trainer
 from mrl.core.run_errors import ProcessesLostError
 
@@ -52,7 +53,7 @@ class NoTrainer:
 
 def test_without_a_target_the_step_is_that_of_the_trainer():
     plan = planned()
-    assert plan.trainer is Trainer and plan.function is None and plan.needs == frozenset()
+    assert plan.trainer is Trainer and plan.function is None and not plan.needs
 
 
 def test_a_function_gets_the_trainer_and_its_arguments():
@@ -60,7 +61,7 @@ def test_a_function_gets_the_trainer_and_its_arguments():
     world = World({})
     made = trainer(world, max_steps=3)
     built = plan.build(**{name: value for name, value in vars(made).items() if name != "step_function"})
-    assert built.fit().steps == 3 and plan.needs == {"old_logprobs"}
+    assert built.fit().steps == 3 and plan.needs["trainer._target_"] == {"old_logprobs"}
     assert world.updates == 6, "each step trains its rollouts twice"
 
 
@@ -76,7 +77,11 @@ def test_the_columns_that_arguments_need_are_computed():
     parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
     parts += "loss: {_target_: mrl.algorithms.losses.ClipCov}}}"
     plan = planned("trainer._target_=mrl.controller.example_steps.by_source", f"trainer.arguments.algorithms={parts}")
-    assert plan.needs == {"old_logprobs", "values"}
+    needs = {"trainer._target_": {"old_logprobs"}, "trainer.arguments.algorithms.a": {"old_logprobs", "values"}}
+    assert plan.needs == needs
+    config = hydra_entry.compose_config(["experiment=quickstart", "run.dir=unused"])
+    with pytest.raises(ValueError, match=r"^trainer\.arguments\.algorithms\.a needs values of a critic, but algo"):
+        build_algorithm(config, plan.needs)
     assert SourceAlgorithm(GAE(), GRPO()).needs == {"values"}
 
 

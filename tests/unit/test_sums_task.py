@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 from planned_runs import memory_of
-from test_published_configs import ANY, SMOLLM2_135M
+from published_dense_configs import ANY, SMOLLM2_135M
 
 from mrl.commands import convert
 from mrl.config import hydra_entry

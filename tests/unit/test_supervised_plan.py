@@ -1,6 +1,7 @@
 """Plans of supervised training: every objective of conf/objective, and mistakes that are refused before a process starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,10 @@ def test_rows_of_the_file_and_sequences_of_the_block():
     assert pairs.sequences_of(np.array([2, 0])).tolist() == [4, 5, 0, 1] and not len(pairs.mismatched_of(np.arange(3)))
     batch = pairs.batch(np.array([4, 5]))
     assert batch.whole_groups and batch.groups is not None and batch.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    labelled = SupervisedRows(None, lengths, lengths, lengths, num_rows=3, sequences_per_row=1)
-    assert labelled.sequences_of(np.array([2, 0])).tolist() == [2, 0]
-    assert labelled.mismatched_of(np.array([2, 0])).tolist() == [5, 3]
-    assert not labelled.batch(np.arange(3)).whole_groups and labelled.batch(np.arange(3)).groups is None
+    labeled = SupervisedRows(None, lengths, lengths, lengths, num_rows=3, sequences_per_row=1)
+    assert labeled.sequences_of(np.array([2, 0])).tolist() == [2, 0]
+    assert labeled.mismatched_of(np.array([2, 0])).tolist() == [5, 3]
+    assert not labeled.batch(np.arange(3)).whole_groups and labeled.batch(np.arange(3)).groups is None
 
 
 def reward_model_folder(tmp_path: Path, **fields: object) -> Path:
@@ -157,10 +158,20 @@ def test_the_config_of_a_language_model_becomes_that_of_a_reward_model(tmp_path)
     assert reward.as_reward_model().fields == reward.fields and "id2label" not in config.fields
 
 
+def test_a_config_with_num_labels_becomes_that_of_a_reward_model(tmp_path):
+    config = HFConfig.load(make_family("qwen3", tmp_path / "source"))
+    reward = replace(config, fields=config.fields | {"num_labels": 2}).as_reward_model()
+    reward.check_one_output()
+    assert "num_labels" not in reward.fields
+
+
 def test_a_reward_model_has_no_output_layer_for_an_actor(inputs, tmp_path):
     folder = reward_model_folder(tmp_path)
     config = config_of(inputs, tmp_path, f"model.path={folder}")
     with pytest.raises(ValueError, match=r"model.path=.*is a reward model, which has no output layer"):
         plan_model(config, str(folder))
-    assert plan_model(config, str(folder), head="score").head == "score"
+    plan = plan_model(config, str(folder), head="score")
+    assert plan.head == "score"
+    of_vocabulary = plan.arch.sizes["hidden"] * (plan.arch.vocab_size - 1)
+    assert plan.packing.cost.linear == plan.arch.multiply_adds()[0] - of_vocabulary, "the head has one output"
     assert plan_model(config, str(folder), "critic", config.critic.optim, head="value").head == "value"

@@ -13,7 +13,7 @@ from mrl.algorithms.preference import DPO, KTO, SimPO
 from mrl.controller.plan_supervised import SupervisedObjective
 from mrl.controller.supervised_stage import SupervisedStage
 from mrl.core.types import ColumnPart, SupervisedRows, TokenBlock, TrainBatch, UpdateReport, assemble_column
-from mrl.data.preference_dataset import RowForm
+from mrl.data.supervised_dataset import RowForm
 from mrl.tracking.tracker import Tracker
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import ComputedColumns, PendingCall

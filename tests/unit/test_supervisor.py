@@ -87,7 +87,7 @@ def test_an_error_in_the_imports_of_a_command_is_not_a_crash(run, tmp_path):
 def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     process = run(how, "2")
     assert process.wait(60) == 0 and len(starts(tmp_path)) == 3
-    assert process.stderr.read().count("killed or crashed") == 2
+    assert process.stderr.read().count("ended without finishing") == 2
 
 
 def test_the_number_of_restarts_is_limited(run, tmp_path):
@@ -105,11 +105,34 @@ def test_a_restart_continues_in_the_first_run_directory(run):
 
 def test_a_signal_before_a_restart_prevents_it(run, tmp_path):
     process = run("killed", "99")
-    while "killed or crashed" not in process.stderr.readline():
+    while "ended without finishing" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75
     assert len(starts(tmp_path)) < 4, "no restart after the signal"
+
+
+EARLY_SIGNAL = """
+import os, signal, subprocess
+from mrl.launch import supervisor
+class Ended(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+older = subprocess.Popen(["/bin/sleep", "300"])
+watcher = supervisor._ChildWatcher()
+watcher.signals.append(signal.SIGTERM)
+subprocess.Popen = Ended
+print(watcher.run("colorsys", [])[0])
+older.kill()
+"""
+
+
+def test_a_child_that_has_ended_before_it_gets_an_early_signal_is_not_waited_for():
+    """The process has another child, which still runs. The command ends at once."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", EARLY_SIGNAL], env=env, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "0\n", result.stderr
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -168,6 +168,9 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     assert runner.signals == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is before
     assert [one.state for one in runner.results()] == [PointState.running, PointState.running, PointState.waiting]
     assert not any(result.state.ended for result in runner.results()) and not sweep.point_folder(2).exists()
+    assert runner.interruption_message() == "the same command continues the sweep"
+    (sweep.point_folder(0) / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert runner.interruption_message().startswith("points that had begun to train saved checkpoints; ")
 
 
 class Slurm:
@@ -254,7 +257,7 @@ def test_a_metric_is_the_mean_of_the_last_steps_or_the_last_evaluation(tmp_path)
 def test_the_reason_of_a_failure_is_the_last_message_of_mrl(tmp_path):
     assert last_message(tmp_path) == "terminal.log is empty"
     (tmp_path / "terminal.log").write_text(
-        "mrl: wrong\nmrl: the process was killed or crashed; restart 1 of 5\nnoise\n"
+        "mrl: wrong\nmrl: the process ended without finishing its work (exit status 1); restart 1 of 5\nnoise\n"
     )
     assert last_message(tmp_path) == "mrl: wrong"
     (tmp_path / "terminal.log").write_text(
@@ -307,7 +310,7 @@ def test_proposals_that_never_can_run_are_an_error(tmp_path):
         (["algorithm=grpo,nonesuch"], "nonesuch"),
         (["--cfg", "job", "optim.lr=1,2"], "only takes arguments of the form KEY=VALUE"),
         (["optim.lr=1,2", "hydra/launcher=nonesuch"], "Could not find 'hydra/launcher/nonesuch'"),
-        (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run; none was started"),
+        (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run; none of these was started"),
         (["--table", "nowhere"], "contains no sweep"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Multi-turn responses: sampled tokens are never tokenised again, tool results are not sampled tokens, limits hold."""
+"""Multi-turn responses: sampled tokens are never tokenized again, tool results are not sampled tokens, limits hold."""
 
 import asyncio
 import threading
@@ -10,17 +10,17 @@ import pytest
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout import rollout_log
-from mrl.rollout.agents.tool_agent import Conversation, ToolAgent
+from mrl.rollout.agents.tool_agent import BoundToolAgent, ToolAgent
 from mrl.rollout.agents.tools import Calculator, HermesParser, MarkerParser
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.step_metrics import SampledStep
+from mrl.rollout.response_metrics import SampledStep
 from mrl.rollout.trajectory import Group, Sample, Trajectory, block_trajectories, to_block, to_scored_batch
 
 PROMPT = [1, 2, 3]
 
 
 def merging_tokenizer():
-    """Return a byte tokenizer that merges "12" into one token. Tokenised again, the sampled tokens 1 and 2 would change."""
+    """Return a byte tokenizer that merges "12" into one token. Tokenized again, the sampled tokens 1 and 2 would change."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     plain = byte_tokenizer()
@@ -81,7 +81,7 @@ AGENT = ToolAgent({"calculator": Calculator()}, MarkerParser("calculator"))
 
 def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, reason: str = "stop"):
     engine = ScriptedEngine(tokenizer, list(lines), reason=reason)
-    conversation: Conversation = agent.prepare(tokenizer)
+    conversation: BoundToolAgent = agent.prepare(tokenizer)
 
     async def run() -> Trajectory:
         params = SamplingParams(max_new_tokens=room, temperature=0.5)
@@ -99,9 +99,9 @@ def test_sampled_tokens_are_appended_and_sent_back_unchanged(tokenizer):
     between = tokenizer("<|end|>" + RESULT.format("42"), add_special_tokens=False)["input_ids"]
     assert response.token_ids == first + between + second
     assert engine.inputs == [PROMPT, PROMPT + first + between]
-    retokenised = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
-    assert len(retokenised) < len(response.token_ids), (
-        "tokenising again would have merged tokens, so this test would fail"
+    retokenized = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
+    assert len(retokenized) < len(response.token_ids), (
+        "tokenizing again would have merged tokens, so this test would fail"
     )
     assert response.turns == (Turn("assistant", "12: 12+30"), Turn("tool", "42"), Turn("assistant", "42"))
 
@@ -198,12 +198,17 @@ def test_the_model_sees_failures_of_tools_and_they_are_counted(tokenizer):
 
 @pytest.mark.parametrize("lines", [["<call>1+1</call>", ""], [""]])
 def test_an_empty_turn_raises(tokenizer, lines):
-    with pytest.raises(RuntimeError, match=rf"empty or aborted turn {len(lines)} of a response \(finish reason stop\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"turn {len(lines)} of a response is empty or was aborted by an engine \(finish reason stop\)",
+    ):
         respond(tokenizer, *lines)
 
 
 def test_an_aborted_turn_raises(tokenizer):
-    with pytest.raises(RuntimeError, match=r"empty or aborted turn 1 of a response \(finish reason abort\)"):
+    with pytest.raises(
+        RuntimeError, match=r"turn 1 of a response is empty or was aborted by an engine \(finish reason abort\)"
+    ):
         respond(tokenizer, "12", reason="abort")
 
 
@@ -225,7 +230,10 @@ def test_impossible_settings_are_refused(change, why):
 
 
 def test_an_end_marker_of_several_tokens_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"rollout\.agent\.parser: '</tool>' should end a turn, but is 7 tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.agent\.parser: '</tool>' should end a turn, but this model has no single token for it",
+    ):
         replace(AGENT, parser=MarkerParser("calculator", end="</tool>")).prepare(tokenizer)
 
 

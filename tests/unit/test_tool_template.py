@@ -2,8 +2,7 @@
 
 import pytest
 
-from mrl.data.tokenizer import byte_tokenizer
-from mrl.data.tool_template import ToolTemplate
+from mrl.data.tokenizer import ToolTemplate, byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -46,9 +45,16 @@ def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, te
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     encoded = [tool.encode(result, 100) for result in results]
     whole = rendered(tokenizer, [("user", "6*7?"), ("assistant", "call"), *(("tool", r) for r in results)])
-    assert tool.end == (end,)
+    assert tool.end_of_turn == (end,)
     assert prompt + said + tool.wrap(encoded, turn_ended=False) == whole
     assert prompt + said + [end] + tool.wrap(encoded, turn_ended=True) == whole
+
+
+def test_a_template_may_put_text_only_after_a_result(tokenizer):
+    template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'tool' %};{% endif %}{% endfor %}"
+    tool = ToolTemplate.of(with_template(tokenizer, template))
+    assert tool.end_of_turn == () and tool.before == ()
+    assert tokenizer.decode(tool.wrap([tool.encode("7", 9), tool.encode("8", 9)], turn_ended=False)) == "7;8;"
 
 
 def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):

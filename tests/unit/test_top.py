@@ -222,6 +222,29 @@ def test_gpus_have_columns_and_lines(run_dir, child, monkeypatch):
     assert "GPU 0: 97 % busy, 60.0 GB of 80.0 GB" in shown and re.search(r"0: 97 %\s+50\.0 GB", shown)
 
 
+class LibraryWithoutUtilization:
+    """A management library that knows one GPU and its memory, but not how busy the GPU is."""
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total, memory._obj.used = 80 * 10**9, 60 * 10**9
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, rates):
+        return 3  # NVML_ERROR_NOT_SUPPORTED
+
+
+def test_a_gpu_that_does_not_report_how_busy_it_is_has_only_its_memory(run_dir, child, monkeypatch):
+    gpus = Gpus("no such library")
+    gpus._nvml, gpus._handles = LibraryWithoutUtilization(), [ctypes.c_void_p()]
+    (found,) = gpus.read()
+    assert found == GpuUse(0, None, 60 * 10**9, 80 * 10**9)
+    monkeypatch.setattr(Gpus, "read", lambda self: [found])
+    monkeypatch.setattr(Gpus, "memory_by_process", lambda self: {child.pid: {0: 50 * 10**9}})
+    register(run_dir, "trainer_0", "rank", child.pid, rank=0)
+    shown = text_of(LiveRun(run_dir).read())
+    assert "GPU 0: 60.0 GB of 80.0 GB" in shown and re.search(r" 0\s+50\.0 GB", shown) and "0 %" not in shown
+
+
 def test_a_management_library_that_fails_counts_as_no_gpu():
     gpus = Gpus("libc.so.6")  # a library without the functions
     assert gpus.read() == [] and gpus.memory_by_process() == {} and Gpus("no such library").read() == []

@@ -1,4 +1,4 @@
-"""Experts on a CPU give the results of SGLang's own version."""
+"""Experts and adapters on a CPU give the results of SGLang and of the formula; FP8 gives those of a float64 reference."""
 
 from types import SimpleNamespace
 
@@ -64,3 +64,49 @@ def test_the_sum_over_ranks_with_some_experts_each_is_the_result_of_all(layer):
         )
         total += run(mine, x, weights, local)
     assert torch.allclose(total, stock(layer, x, weights, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 128)], ids=str)
+def test_a_product_with_a_matrix_in_fp8_rounds_both_factors(shape):
+    """The reference rounds the input in groups of 128 columns, and multiplies in float64."""
+    from models.conversion.fp8_blocks import dequantize_blocks, quantize_blocks
+    from mrl.rollout.cpu.torch_ops import block_fp8_linear
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(6).exp()
+    weight, bias = (torch.randn(*size, generator=generator) for size in ((200, shape[-1]), (200,)))
+    values, scales = quantize_blocks(weight)
+    groups = x.view(-1, 128).double()
+    largest = groups.abs().amax(1, keepdim=True)
+    rounded = (groups * 448 / largest).float().to(torch.float8_e4m3fn).double() * largest / 448
+    expected = rounded.view(shape) @ dequantize_blocks(values, scales).double().T + bias.double()
+    found = block_fp8_linear(x, values, [128, 128], scales, bias=bias)
+    assert found.dtype == torch.float32 and found.shape == (*shape[:-1], 200)
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    unrounded = x.double() @ weight.double().T + bias.double()
+    assert 1e-3 < (found - unrounded).abs().max() / unrounded.abs().max() < 0.1
+
+
+def test_adapters_need_no_pinned_memory(monkeypatch):
+    """The backend torch_native adds the adapters of each request to the output of a layer that fuses three matrices."""
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from mrl.rollout.cpu import torch_ops
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # is restored after the test
+    for module in (torch_ops.layers, torch_ops.torch_backend):
+        monkeypatch.setattr(module, "torch", torch)
+    torch_ops.unpin_lora()
+    backend = TorchNativeLoRABackend(3, torch.device("cpu"))
+    lengths = dict(extend_seq_lens=torch.tensor([3, 2]), extend_seq_lens_cpu=[3, 2])
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, batch_size=2, **lengths)
+    backend.prepare_lora_batch(batch, [1, 2], lora_ranks=[0, 2, 2], scalings=[0.0, 0.5, 2.0], use_cuda_graph=False)
+    x, base, slices = torch.randn(5, 4), torch.randn(5, 12), ((0, 6), (6, 9), (9, 12))
+    a, b = torch.randn(3, 6, 4), torch.randn(3, 12, 2)
+    offsets = torch.tensor([0, 6, 9, 12])
+    found = backend.run_qkv_lora(x, a, b, offsets, offsets, 6, base_output=base.clone())
+    for rows, slot, scale in ((slice(0, 3), 1, 0.5), (slice(3, 5), 2, 2.0)):
+        for index, (start, end) in enumerate(slices):
+            base[rows, start:end] += scale * x[rows] @ a[slot, 2 * index : 2 * index + 2].T @ b[slot, start:end].T
+    torch.testing.assert_close(found, base)

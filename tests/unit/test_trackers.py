@@ -117,11 +117,30 @@ class OnlineRun:
         pass
 
 
-def test_wandb_gets_the_steps_that_a_killed_process_did_not_send(tmp_path, monkeypatch):
+@pytest.fixture
+def sent(monkeypatch) -> dict[int, dict[str, float]]:
+    """Step -> the metrics that the server of wandb has."""
     sent: dict[int, dict[str, float]] = {}
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(backends.WandbSink, "_start", lambda self: setattr(self, "_wandb_run", OnlineRun(sent)))
     monkeypatch.setattr(backends.WandbSink, "_write_samples", lambda self, step, samples: None)
+    return sent
+
+
+@pytest.mark.parametrize(("last_step", "shown_at"), [(3, [4]), (1, [])])
+def test_wandb_gets_the_evaluation_of_a_step_that_it_already_has(tmp_path, sent, last_step, shown_at):
+    """A preempted process sends step 3, but not its evaluation. A run that resumes from step 1 repeats what wandb has."""
+    with Tracker([backends.WandbSink(tracked(tmp_path))]) as tracker:
+        log_steps(tracker, 1, 3)
+    with Tracker([backends.WandbSink(tracked(tmp_path, last_step=last_step))]) as tracker:
+        tracker.rewind(last_step, evaluated=False)
+        tracker.log(last_step, {"eval/reward_greedy": 0.25})
+        log_steps(tracker, 4, 5)
+    assert {step: values["reward/mean"] for step, values in sent.items()} == {step: step / 8 for step in (1, 3, 4, 5)}
+    assert [step for step, values in sent.items() if values.get("eval/reward_greedy") == 0.25] == shown_at
+
+
+def test_wandb_gets_the_steps_that_a_killed_process_did_not_send(tmp_path, sent):
     log_killed_run_and_resume(backends.WandbSink, tmp_path)
     assert [(step, values["reward/mean"]) for step, values in sent.items()] == REWARDS
     assert sent[2]["eval/reward_greedy"] == 0.5
@@ -178,7 +197,7 @@ def test_mlflow_gets_a_new_run_if_the_server_does_not_have_the_stored_one(tmp_pa
         log_steps(tracker, 3)
     client, (run,) = mlflow_runs(tmp_path)
     assert [point.step for point in client.get_metric_history(run.info.run_id, "reward/mean")] == [3]
-    assert "does not have the run" in caplog.text
+    assert "no longer has the run" in caplog.text
 
 
 def test_mlflow_reads_metrics_parameters_tags_and_samples_of_a_resumed_run(tmp_path, local_mlflow):

@@ -22,8 +22,7 @@ from mrl.tracking.backends import (
     wandb_mode,
 )
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.curve import CurveSink, draw_curve, drawn_evaluations
-from mrl.tracking.tracker import JsonlSink, Tracker
+from mrl.tracking.tracker import CurveSink, JsonlSink, Tracker, draw_curve, drawn_evaluations
 
 
 class Memory:
@@ -118,7 +117,7 @@ def test_steps_are_reduced_as_the_metric_says(name, expected):
     assert math.isnan(metrics.reduce(name, []))
 
 
-def test_a_misspelt_metric_is_an_error_that_names_the_nearest():
+def test_a_misspelled_metric_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match=r"'reward/men'.*'reward/mean'"):
         metrics.check(["time/step_s", "reward/men"])
 
@@ -424,7 +423,7 @@ def test_a_run_that_ends_before_its_first_step_draws_nothing(tmp_path):
 
 
 def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
-    modules = ", ".join(f"mrl.tracking.{name}" for name in ("tracker", "console", "backends", "curve"))
+    modules = ", ".join(f"mrl.tracking.{name}" for name in ("tracker", "console", "backends"))
     code = f"import sys, {modules}; print(*{{'wandb', 'matplotlib', 'rich', 'torch'}} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)

@@ -20,7 +20,7 @@ from mrl.planner.layout_space import GpuCluster, ReplicaLayout
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds, simulate
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import PARTS, TrainerTime
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from mrl.weight_sync.transfer_plan import (
     LinkSpeeds,
     compile_transfer_plan,
@@ -294,7 +294,7 @@ def test_more_senders_and_faster_networks_push_sooner():
 def test_the_closed_form_of_a_push_is_close_to_the_cost_of_the_transfer_plan(trainers, num_engines, engine_tp):
     fields = small_moe()
     arch, shape = model_of(fields)
-    layout = EngineLayout.of(family_of(HFConfig(Path("config.json"), fields)), arch, Topology(engine_tp))
+    layout = EngineLayout.of(family_of(HFConfig(Path("config.json"), fields)), arch, EngineParallelSizes(engine_tp))
     dims = ParallelDims(tp=2, dp=trainers // 2, ep=2, etp=1)
     owned = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
     found = compile_transfer_plan(owned, layout, num_engines, lambda _: ("bfloat16", 2), 2**26)

@@ -32,11 +32,11 @@ def test_reward_terms_become_columns_and_logged_numbers_do_not():
     scored = to_scored_batch(
         [group(0, full, Score.failed("it hung")), group(1, full, Score(1.0, parts={"num_chars": 3.0}))]
     )
-    assert {name: column.tolist() for name, column in scored.parts.items()} == {
+    assert {name: column.tolist() for name, column in scored.reward_parts.items()} == {
         "right": [1, 0, 1, 0],
         "short": [0.5, 0, 0.5, 0],
     }
-    assert to_scored_batch([group(0, Score(1.0, parts={"num_chars": 3.0}))]).parts == {}
+    assert to_scored_batch([group(0, Score(1.0, parts={"num_chars": 3.0}))]).reward_parts == {}
 
 
 def test_turn_rewards_are_at_the_last_token_of_each_turn():

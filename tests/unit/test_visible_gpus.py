@@ -23,16 +23,16 @@ from mrl.commands import plan, plan_search
 from mrl.config.process_schema import ClusterConfig, HardwareConfig, Transport, WeightSyncConfig
 from mrl.controller import memory_check, plan_models, processes
 from mrl.controller.memory_check import MemoryEstimator
+from mrl.controller.model_processes import served_groups
 from mrl.controller.plan_models import gpu_transport
 from mrl.controller.processes import shared_nccl_variables
-from mrl.controller.served_roles import served_groups
 from mrl.core.run_errors import StartError
 from mrl.core.types import DeviceSlot
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.placement_groups import BundleLocation, PlacedPool, RolePlacement
 from mrl.placement.resource_pools import Pools, SlotDemand, make_pools
 from mrl.rollout.engines.ray_engine import group_by_node, visible_devices_env
-from mrl.weight_sync.engine_layout import Topology
+from mrl.weight_sync.engine_layout import EngineParallelSizes
 from mrl.weight_sync.session import _divide_plan
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
 from parallel.dims import ParallelDims
@@ -43,9 +43,15 @@ PLACEMENTS = {
     "disaggregated": {},
 }
 DENSE = [dict(dp=8), dict(tp=2, dp=4), dict(tp=2, pp=2, dp=2), dict(tp=4, cp=2)]
-ENGINES = [(Topology(1), 8), (Topology(1), 3), (Topology(2), 3), (Topology(4), 2), (Topology(4, dp=2), 1)]
+ENGINES = [
+    (EngineParallelSizes(1), 8),
+    (EngineParallelSizes(1), 3),
+    (EngineParallelSizes(2), 3),
+    (EngineParallelSizes(4), 2),
+    (EngineParallelSizes(4, dp=2), 1),
+]
 MOE = [dict(tp=2, dp=4, ep=2, etp=1), dict(pp=2, dp=4, ep=4)]
-MOE_ENGINES = [(Topology(2, 2), 4), (Topology(4, 4), 1), (Topology(4, 2, 2), 2)]
+MOE_ENGINES = [(EngineParallelSizes(2, 2), 4), (EngineParallelSizes(4, 4), 1), (EngineParallelSizes(4, 2, 2), 2)]
 LAYOUTS = [(QWEN3, *case) for case in product(DENSE, ENGINES)] + [
     (QWEN3_MOE, *case) for case in product(MOE, MOE_ENGINES)
 ]
@@ -72,7 +78,7 @@ class PoolOnNodes(PlacedPool):
         return dict(bundle=bundle)
 
 
-def pools_of(placement: str, critic: int, axes: dict, topology: Topology, engines: int) -> Pools:
+def pools_of(placement: str, critic: int, axes: dict, topology: EngineParallelSizes, engines: int) -> Pools:
     dims = ParallelDims(**axes)
     demands = {"actor": SlotDemand(dims.world_size, dims.tp), "engines": SlotDemand(engines * topology.tp, topology.tp)}
     return make_pools(PLACEMENTS[placement], demands | ({"critic": SlotDemand(critic, dims.tp)} if critic else {}))

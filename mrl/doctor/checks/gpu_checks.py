@@ -41,7 +41,7 @@ def check_gpus(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find unhealthy or busy GPUs, hosts with different GPUs, and clusters with fewer GPUs than the config needs."""
     for host in cluster.hosts:
         without_gpus = host.gpus.allocated == 0  # Slurm gave this job no GPU of the host
-        if not (without_gpus and cluster.requirements and not cluster.requirements.needs_gpus):
+        if not (without_gpus and cluster.requirements and not cluster.requirements.cannot_run_on_cpus):
             yield from _check_cards(host)
     if any(host.gpus.cards for host in cluster.hosts):
         yield from _compare_hosts(cluster)
@@ -120,14 +120,15 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     requirements = cluster.requirements
     if not requirements or not requirements.gpus:
         return
-    if cluster.gpus and requirements.gpus > cluster.gpus:
+    if cluster.num_gpus and requirements.gpus > cluster.num_gpus:
         yield error(
             cluster.names,
-            f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.gpus}",
+            f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.num_gpus}",
             "the placement of the run's resource pools would fail",
-            "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
+            "set placement=colocated, use a smaller layout (parallel.*, rollout.num_engines), or add hosts; `mrl plan placement "
+            "KEY=VALUE ...` shows how many GPUs each needs",
         )
-    if requirements.needs_gpus and not cluster.gpus:
+    if requirements.cannot_run_on_cpus and not cluster.num_gpus:
         yield error(
             cluster.names,
             f"the config needs {requirements.gpus} GPUs for a model of {requirements.parameters / 1e9:.1f}B parameters, and the "

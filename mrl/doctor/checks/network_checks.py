@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from mrl.core.network_variables import INTERFACE_VARIABLES, LOOPBACK
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, warning
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
 from mrl.hang_report.network_interfaces import (
+    INTERFACE_VARIABLES,
+    LOOPBACK,
     NetworkInterface,
     gloo_interface,
     interface_exports,
@@ -14,7 +15,7 @@ from mrl.hang_report.network_interfaces import (
     is_virtual,
     nccl_interfaces,
 )
-from mrl.rollout.engines.leases import LAST_PORT as LAST_ENGINE_PORT
+from mrl.rollout.engines.server import LAST_PORT as LAST_ENGINE_PORT
 
 # kind of port (PeerConnection.port) -> text for the ports in messages
 PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}

@@ -1,4 +1,7 @@
-"""Facts about this host apart from GPUs and network: cores, memory, limits, environment, Ray's token, software and folders."""
+"""Facts about this host apart from its network: cores, memory, limits, environment, Ray's token, software, folders and GPUs.
+
+nvidia-smi supplies the facts about the GPUs: cards, driver, and the links between cards.
+"""
 
 import contextlib
 import hashlib
@@ -7,21 +10,24 @@ import os
 import platform
 import re
 import resource
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
-from mrl.core.installation import DATA_ROOT, PACKAGE_ROOT
-from mrl.core.network_variables import NETWORK_PREFIXES
-from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, SoftwareFacts
+from mrl.core.code_locations import DATA_ROOT, PACKAGE_ROOT
+from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, MachineFacts, RayAuthFacts, SoftwareFacts
+from mrl.hang_report.network_interfaces import NETWORK_PREFIXES
 
-CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
+CPU_LOCK_FILE, GPU_LOCK_FILE = "requirements.txt", "requirements-gpu.txt"
 # packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
@@ -80,10 +86,10 @@ print(json.dumps(result))
 """
 
 
-def read_machine() -> ProcessorAndMemory:
+def read_machine() -> MachineFacts:
     """Read this host's cores and memory, and how much of them this process may use."""
     memory = psutil.virtual_memory()
-    return ProcessorAndMemory(
+    return MachineFacts(
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
@@ -135,17 +141,17 @@ def read_environment() -> dict[str, str]:
     return found
 
 
-def read_token() -> RayToken:
+def read_token() -> RayAuthFacts:
     """Find Ray's token where Ray looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
     mode, text = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if text:
-        return RayToken(mode, _digest(text), "RAY_AUTH_TOKEN")
+        return RayAuthFacts(mode, _digest(text), "RAY_AUTH_TOKEN")
     path_variable = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(path_variable) if path_variable else Path.home() / ".ray/auth_token"
     text = _read_text(path)
     if not text:
-        return RayToken(mode, "", str(path) if path_variable else "")
-    return RayToken(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
+        return RayAuthFacts(mode, "", str(path) if path_variable else "")
+    return RayAuthFacts(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
 
 
 def _is_world_readable(path: Path) -> bool:
@@ -166,13 +172,13 @@ def read_pins(lock: str, folder: Path = DATA_ROOT) -> dict[str, str]:
 
 def locked_versions(gpu: bool, folder: Path = DATA_ROOT) -> dict[str, str]:
     """Return the tested versions for hosts with or without GPUs: package -> version."""
-    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, folder)
+    pins = read_pins(GPU_LOCK_FILE if gpu else CPU_LOCK_FILE, folder)
     return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
 
 
 def locked_cuda(folder: Path = DATA_ROOT) -> tuple[int, int]:
     """Return the version (major, minor) of the CUDA runtime in the lock file; (0, 0) if there is no lock file."""
-    major, minor, *_ = read_pins(GPU_LOCK, folder).get(CUDA_RUNTIME, "0.0").split(".")
+    major, minor, *_ = read_pins(GPU_LOCK_FILE, folder).get(CUDA_RUNTIME, "0.0").split(".")
     return int(major), int(minor)
 
 
@@ -225,19 +231,19 @@ def probe_folder(
     return FolderFacts(path, purpose, *sizes, result["error"], result["speed"])
 
 
-def existing_parent(path: str | Path) -> str:
+def nearest_existing_folder(path: str | Path) -> str:
     """Return `path` if it is a folder, otherwise its nearest parent that exists."""
     absolute = Path(path).expanduser().absolute()
     return str(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir()))
 
 
 def probe_shared_memory() -> FolderFacts:
-    """Measure /dev/shm, which holds Ray's objects and the buffers of NCCL and SGLang between processes of a host."""
+    """Measure /dev/shm: Ray's objects, and the buffers through which processes of a host exchange data (NCCL, SGLang)."""
     return probe_folder("/dev/shm", "shared memory", sample_bytes=0)
 
 
 def ray_temporary_folder() -> str:
-    """Return the folder of Ray's sessions: sockets, logs, and objects that do not fit into memory."""
+    """Return the folder below which Ray's sessions have their files: sockets, logs, and objects that do not fit into memory."""
     return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
 
 
@@ -256,3 +262,123 @@ def model_checksum(path: str | None) -> str | None:
         checksum.update(Path(path, "config.json").read_bytes())
         return checksum.hexdigest()[:16]
     return ""
+
+
+CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
+ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
+NO_DEVICES = "no devices were found"  # message of nvidia-smi in a job without GPUs on a host that has GPUs
+TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver probably hangs
+MIB = 2**20
+
+
+class NvidiaSmiError(Exception):
+    """nvidia-smi failed; the message has the reason."""
+
+
+def read_gpus() -> HostGpus:
+    """Read the GPUs of this host, and how many of them Slurm allocated.
+
+    The result has no card and no error if nvidia-smi is not installed and /dev has no GPU, or if nvidia-smi finds no device.
+    """
+    return replace(_query_gpus(), allocated=_slurm_allocation())
+
+
+def _slurm_allocation() -> int | None:
+    """Return the number of GPUs that Slurm gave this job on this host; None outside of a job."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    return _number(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+
+
+def _query_gpus() -> HostGpus:
+    if not shutil.which("nvidia-smi"):
+        devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+        return HostGpus(error=f"/dev has {', '.join(devices)}, but no nvidia-smi is on PATH" if devices else "")
+    try:
+        lines = _query(*CARD_FIELDS)
+        errors = dict(enumerate(map(_number, _query_optional(ERROR_FIELD))))
+        cards = [
+            _parse_card(line, errors) for line in lines if is_visible(line, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        ]
+        fabric = next(iter(_query_optional("fabric.state")), "")
+        visible = {str(card.index) for card in cards}
+        links = parse_links(_run("topo", "-m", required=False))
+        links = {pair: link for pair, link in links.items() if visible.issuperset(pair.split("-"))}
+        return HostGpus(cards, "", _cuda_version(), links, fabric, hidden=len(cards) < len(lines))
+    except NvidiaSmiError as error:
+        return HostGpus(error="" if NO_DEVICES in str(error).lower() else str(error))
+
+
+def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
+    try:
+        index, _, name, total, used, driver, mig = (part.strip() for part in line.split(","))
+        card_index = int(index)
+    except ValueError:
+        raise NvidiaSmiError(f"nvidia-smi says {line!r}") from None
+    memory, taken = _number(total) * MIB, _number(used) * MIB
+    return GpuCard(card_index, name, memory, taken, driver, mig == "Enabled", errors.get(card_index, 0))
+
+
+def is_visible(line: str, variable: str | None) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES shows a card to this process: by its index, or by a prefix of its UUID.
+
+    `line`: the card's line in nvidia-smi's answer to a query of CARD_FIELDS. `variable`: the value of CUDA_VISIBLE_DEVICES.
+    """
+    if variable is None:
+        return True
+    index, uuid = (part.strip() for part in line.split(",")[:2])
+    return any(
+        part == index or (len(part) > 3 and uuid.startswith(part)) for part in variable.replace(" ", "").split(",")
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0  # nvidia-smi may print [N/A] or [Not Supported]
+
+
+def _query_optional(field: str) -> list[str]:
+    """Return the value of a field for each card; [] if the driver does not know the field."""
+    try:
+        return [line.strip() for line in _query(field)]
+    except NvidiaSmiError:
+        return []
+
+
+def _query(*fields: str) -> list[str]:
+    return _run(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits").splitlines()
+
+
+def _cuda_version() -> str:
+    """Return the newest CUDA version that the driver supports. The label of the version in the output differs between drivers."""
+    match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", _run(required=False))
+    return match[1] if match else ""
+
+
+def _run(*arguments: str, required: bool = True) -> str:
+    """Return the output of nvidia-smi. If its exit status is not 0, raise NvidiaSmiError if `required`, otherwise return "".
+
+    Raises NvidiaSmiError in any case if nvidia-smi does not answer or cannot be run.
+    """
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise NvidiaSmiError(f"nvidia-smi did not answer within {TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise NvidiaSmiError(f"nvidia-smi cannot be run: {error}") from None
+    if done.returncode and required:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise NvidiaSmiError(lines[0] if lines else f"nvidia-smi ended with status {done.returncode}")
+    return "" if done.returncode else done.stdout
+
+
+def parse_links(matrix: str) -> dict[str, str]:
+    """Return pair of GPUs ("0-1") -> kind of link, from the output of `nvidia-smi topo -m`."""
+    rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", matrix).splitlines()]
+    columns = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
+    links = {}
+    for row in rows:
+        if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
+            for name, link in zip(columns, row[1:], strict=False):
+                if re.fullmatch(r"GPU\d+", name) and int(name[3:]) > int(row[0][3:]):
+                    links[f"{row[0][3:]}-{name[3:]}"] = link
+    return links

@@ -1,7 +1,7 @@
 """Multi-turn responses: the policy samples a turn, tools run the calls in this turn, and the policy continues with the results.
 
 For the next turn, the sampled token ids are sent to the engine unchanged. The text of a turn is never tokenized again. Only the
-tool results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
+tool results, and the chat template around them, are tokenized (see mrl/data/tokenizer.py).
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mrl.data.tool_template import ToolTemplate
+from mrl.data.tokenizer import ToolTemplate
 from mrl.rewards.reward_types import Turn
 from mrl.rollout.agents.tools import Tool, ToolCall, ToolCallError, ToolParser, ToolResult, run_call
 from mrl.rollout.client import Completion, SamplingParams
@@ -48,14 +48,14 @@ class ToolAgent:
         if named is not None and named not in self.tools:
             raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
-    def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
+    def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "BoundToolAgent":
         """Return the agent bound to the tokenizer of a model.
 
         `template_args`: variables of the chat template, the same as for prompts.
-        Raises ValueError if the chat template or the vocabulary cannot express tool calls.
+        Raises ValueError if a stop text is not one token, or if the chat template cannot render tool results.
         """
         stops = tuple(_single_token(tokenizer, text) for text in self.parser.stops)
-        return Conversation(self, tokenizer, ToolTemplate.of(tokenizer, self.result_role, template_args), stops)
+        return BoundToolAgent(self, tokenizer, ToolTemplate.of(tokenizer, self.result_role, template_args), stops)
 
 
 def _single_token(tokenizer: Any, text: str) -> int:
@@ -63,8 +63,8 @@ def _single_token(tokenizer: Any, text: str) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
-            f"rollout.agent.parser: {text!r} should end a turn, but is {len(ids)} tokens of this model, or unknown to it; "
-            "engines stop at single tokens only. Use markers from the model's vocabulary, or a parser without stops."
+            f"rollout.agent.parser: {text!r} should end a turn, but this model has no single token for it; engines stop at "
+            "single tokens only. Use markers from the model's vocabulary, or a parser without stops."
         )
     return ids[0]
 
@@ -78,7 +78,7 @@ class _ResponseBuilder:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    turn_ends: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)  # index in `logprobs` of the last token of each assistant turn
     tool_calls: int = 0
     tool_errors: int = 0
     input_tokens: int = 0
@@ -97,7 +97,7 @@ class _ResponseBuilder:
         """
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise RuntimeError(
-                f"an engine returned an empty or aborted turn {len(self.turn_ends) + 1} of a response (finish reason "
+                f"turn {len(self.turn_ends) + 1} of a response is empty or was aborted by an engine (finish reason "
                 f"{completion.finish_reason})."
             )
         num_logprobs, num_tokens = len(completion.logprobs), len(completion.token_ids)
@@ -139,7 +139,7 @@ class _ResponseBuilder:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class BoundToolAgent:
     """A tool agent that is bound to the tokenizer of a model. A call of the object samples one multi-turn response."""
 
     agent: ToolAgent
@@ -188,10 +188,11 @@ class Conversation:
     def _tokenize_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
         """Return the token ids between this turn and the next turn: the tool results, with the chat template around them.
 
-        If the turn stopped at a token of the parser, the template's end-of-turn token is still missing and comes first.
+        If the turn stopped at a token of the parser, the template's end-of-turn token is still missing and is put before the
+        results.
         """
         last = completion.token_ids[-1]
-        turn_ended = last in self.template.end or last not in self.stop_token_ids
+        turn_ended = last in self.template.end_of_turn or last not in self.stop_token_ids
         encoded = [self.template.encode(result.text, self.agent.max_tool_tokens) for result in results]
         return self.template.wrap(encoded, turn_ended=turn_ended)
 
@@ -205,7 +206,7 @@ class ConcurrencyLimits:
 
 
 async def run_conversations(
-    conversation: Conversation,
+    bound_agent: BoundToolAgent,
     generate_turn_of: Callable[[int], GenerateTurn],
     prompts: Sequence[list[int]],
     sampling: Sequence[SamplingParams],
@@ -219,6 +220,6 @@ async def run_conversations(
 
     async def respond(index: int) -> Trajectory:
         async with limits.responses:
-            return await conversation(generate_turn_of(index), prompts[index], sampling[index], limits.tools)
+            return await bound_agent(generate_turn_of(index), prompts[index], sampling[index], limits.tools)
 
     return await asyncio.gather(*(respond(index) for index in range(len(prompts))))

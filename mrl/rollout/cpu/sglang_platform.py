@@ -36,6 +36,37 @@ def sleep_while_paused(result: None, scheduler: Any) -> None:
     scheduler.maybe_sleep_on_idle()
 
 
+KV_SCALES = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.process_weights_after_loading"
+"""Method that reads the scales of the KV cache of an attention layer of an FP8 engine."""
+
+
+def discard_random_kv_scales(method: Any, layer: Any) -> None:
+    """Mark scales of the KV cache as absent if the engine starts with random weights. Hook before SGLang reads them.
+
+    SGLang (0.5.23, load_format=dummy) fills these scales with random numbers, too, and trainers do not send them. Without
+    scales, SGLang uses 1.
+    """
+    from sglang.srt.runtime_context import get_model  # can be imported only inside SGLang
+
+    if get_model().load_format == "dummy":
+        layer.k_scale.fill_(-1.0)
+        layer.v_scale.fill_(-1.0)
+
+
+LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
+"""Method that builds the model of an engine rank. SGLang captures CUDA graphs later."""
+
+
+def round_embedding_scale(result: None, scheduler: Any) -> None:
+    """Round the factor of Gemma 3's embeddings to the dtype of the model, as transformers and mrl's trainers do.
+
+    Hook after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
+    """
+    for module in scheduler.tp_worker.model_runner.model.modules():
+        if type(module).__name__ == "Gemma3TextScaledWordEmbedding":
+            module.embed_scale = torch.tensor(module.embed_scale, dtype=module.weight.dtype).item()
+
+
 def activate() -> str | None:
     """Return the name of the platform class, or None if there is an accelerator.
 
@@ -47,11 +78,13 @@ def activate() -> str | None:
     if torch.accelerator.is_available():
         # On a machine with a GPU, SGLang spawns its processes, so each process must register the hooks itself.
         HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
+        HookRegistry.register(KV_SCALES, discard_random_kv_scales, HookType.BEFORE)
+        HookRegistry.register(LOAD_MODEL, round_embedding_scale, HookType.AFTER)
         register_hooks()
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        # Otherwise SGLang refuses deterministic inference. Its only effect on a CPU is that SGLang samples with seeds.
+        # Otherwise SGLang refuses deterministic inference. On a CPU, deterministic inference only means sampling with seeds.
         add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 

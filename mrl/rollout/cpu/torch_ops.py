@@ -1,4 +1,8 @@
-"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
+"""RMS norm, rotary embedding, experts and LoRA for SGLang on a CPU.
+
+The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions.
+
+SGLang has no torch version of the product with a matrix in FP8, so this module also has this function.
 
 `register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common
 float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of
@@ -7,16 +11,23 @@ float32 cases, and call SGLang's torch version (`forward_native`) in all other c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.lora import layers
+from sglang.srt.lora.backend import torch_backend
 from torch import Tensor
 from torch.nn.functional import linear, silu
+
+from models.conversion.fp8_blocks import BLOCK, dequantize_blocks
 
 _TABLE_ATTRIBUTE = "_mrl_rotation"
 """Attribute of a RotaryEmbedding in which `_rotation_table` stores (the embedding's cos_sin_cache, the table made from it)."""
@@ -48,7 +59,7 @@ def rotary(
     offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the query and key, [T, heads * D], rotated by their positions [T]. D is the head size."""
+    """Return the query and key of T tokens, [T, heads * D], rotated by their positions [T]. D is the head size."""
     plain = query.dtype == torch.float32 and self.is_neox_style and self.rotary_dim == self.head_size
     if not plain or offsets is not None or fused_set_kv_buffer_arg is not None:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
@@ -75,7 +86,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Return, for each token, the sum of its experts' outputs times their router weights, [T, hidden].
+    """Return, for each of T tokens, the sum of its experts' outputs times their router weights, [T, hidden].
 
     The output of an expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`. Experts on other ranks have the index -1. This
     function skips them, but SGLang's torch version cannot do so.
@@ -110,8 +121,55 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
     )
 
 
+def block_fp8_linear(
+    input: Tensor,
+    weight: Tensor,
+    block_size: list[int],
+    weight_scale: Tensor,
+    input_scale: None = None,
+    bias: Tensor | None = None,
+    act_scale_ue8m0: bool = False,
+) -> Tensor:
+    """Return `input @ weight.T + bias`, [..., out], in the dtype of `input`, [..., in]. Both factors are rounded to FP8.
+
+    As in SGLang's Triton kernel, 128 consecutive numbers of a row of `input` share a scale. `weight`: [out, in], float8_e4m3fn,
+    with the scales of its blocks, [ceil(out / 128), ceil(in / 128)]. The last argument and `input_scale` are not used.
+    """
+    assert block_size == [BLOCK, BLOCK] and input_scale is None and not act_scale_ue8m0, "the form that mrl chooses"
+    largest = torch.finfo(weight.dtype).max
+    groups = input.float().unflatten(-1, (-1, BLOCK))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest
+    rounded = (groups / scales).clamp(-largest, largest).to(weight.dtype).float() * scales
+    output = linear(rounded.flatten(-2), dequantize_blocks(weight, weight_scale)).to(input.dtype)
+    return output if bias is None else output + bias
+
+
+class UnpinnedTorch:
+    """The module torch, but `tensor` and `zeros` ignore the argument `pin_memory`, which needs a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.tensor(*args, **options)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.zeros(*args, **options)
+
+
+def unpin_lora() -> None:
+    """Let SGLang's LoRA layers and its backend torch_native run without a GPU. SGLang (0.5.23) always pins index tensors."""
+    for module in (layers, torch_backend):
+        module.torch = UnpinnedTorch()  # type: ignore[bad-assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[bad-assignment]
+
+
 def register(platform_key: str) -> None:
     """Register the functions of this module for the platform with the dispatch key `platform_key`."""
+    fp8_utils.triton_w8a8_block_fp8_linear = block_fp8_linear  # SGLang has no registry for this function
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
+    unpin_lora()

@@ -55,7 +55,10 @@ def record_forward(config: Mapping[str, Any]) -> ForwardRecorder:
 
 
 class ForwardRecorder:
-    """Forward hook of all modules of an engine's model. It writes one file for each request and rank."""
+    """Forward hook of all modules of an engine's model. It writes one file for each request and rank.
+
+    While the request file exists, each further forward pass overwrites the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.request = folder / REQUEST
@@ -116,7 +119,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _array(tensor: Any) -> NDArray:
-    """Return a copy, because SGLang overwrites some activations in place."""
+    """Return a tensor as an array, floats as float32. The array is a copy, because SGLang overwrites some tensors in place."""
     values = tensor.detach()
     return (values.float() if values.is_floating_point() else values).cpu().numpy().copy()
 
@@ -139,7 +142,7 @@ def write_request(folder: str | Path, name: str, weights: Sequence[str] = ()) ->
     return path
 
 
-def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays]:
+def read_forward_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays]:
     """Return the arrays of one recorded forward pass, for each tensor-parallel rank. Raises ValueError if a file is missing."""
     from safetensors.numpy import load_file
 
@@ -153,7 +156,7 @@ def read_recording(folder: str | Path, name: str, num_ranks: int) -> list[Arrays
 
 
 def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
-    """Return Hugging Face name of a tensor -> recorded weights. `ranks`: see `read_recording`."""
+    """Return Hugging Face name of a tensor -> recorded weights. `ranks`: see `read_forward_recording`."""
     shapes = {name: shape for row in layout.rows for name, shape in row.hf_shapes(layout.sizes).items()}
     weights: Arrays = {}
     for rank, arrays in enumerate(ranks):
@@ -171,7 +174,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
 
 
 def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
-    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_recording`."""
+    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
     traces = [_rank_trace(arrays, arch, len(ranks)) for arrays in ranks]
     if len(traces) == 1:
         return traces[0]
@@ -195,7 +198,8 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
         module = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        places = _norms(module)
+        # The layers of a model with post-norms have other norms under these names.
+        places = {} if "post_norms" in arch.parts else _norms(module)
         if layer == 0:
             places.setdefault("input", trace["embedding"])
         places |= _latent_attention(module, arch) if arch.has_latent_attention else _attention(module, arch, num_ranks)

@@ -1,7 +1,7 @@
-"""The servers of an engine pool: child processes of this process, processes on Ray nodes, or external servers.
+"""The servers of an engine pool or of a served model: child processes, processes on Ray nodes, or external servers.
 
-On a Ray cluster with GPUs or several nodes, each engine has its own device slots (see mrl.rollout.engines.ray_engine).
-Otherwise, engines are child processes of the process that holds the pool.
+On a Ray cluster with GPUs or several nodes, each server has its own device slots (see mrl.rollout.engines.ray_engine).
+Otherwise, servers are child processes of the process that holds the EngineServers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EngineServers:
         name = f"{group.name}_{serial_number}"
         arguments: dict[str, Any] = dict(random_seed=group.seed + serial_number) | self._arguments
         log_path = Path(group.run_dir) / "logs" / f"{name}.log"
-        env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
+        env = {**group.env, REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
         if group.timeline:
             folder = Path(group.run_dir) / spans.FOLDER
             env |= spans.child_environment(folder, group.name, serial_number * group.tp_size)
@@ -83,9 +83,10 @@ class EngineServers:
         return [server.url for server in self.servers]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every server was ready for requests once.
+        """Wait until every server is ready for requests.
 
-        A server that was ready and still runs counts as ready, because it may be paused or offloaded now.
+        A server that mrl has started, that was ready before and that still runs counts as ready, because it may be paused or
+        offloaded now.
 
         A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
         replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a

@@ -29,7 +29,7 @@ from mrl.config.secrets import redacted
 from mrl.core.run_warnings import forward_warnings
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
 from mrl.rollout.engines.batch_spans import register_hooks
-from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
+from mrl.rollout.engines.server import SHARED_MEMORY_LIST
 
 # Modules and classes of SGLang in which hooks replace or extend functions
 ENGINE = "sglang.srt.entrypoints.engine"
@@ -117,10 +117,20 @@ def serve(fields: dict[str, Any]) -> None:
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_until_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
         import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported before the fork, so that children need not import it
-        from mrl.rollout.cpu.sglang_platform import PAUSED_LOOP, murmur_hash32, sleep_while_paused
+        from mrl.rollout.cpu.sglang_platform import (
+            KV_SCALES,
+            LOAD_MODEL,
+            PAUSED_LOOP,
+            discard_random_kv_scales,
+            murmur_hash32,
+            round_embedding_scale,
+            sleep_while_paused,
+        )
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
         HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
+        HookRegistry.register(KV_SCALES, discard_random_kv_scales, HookType.BEFORE)
+        HookRegistry.register(LOAD_MODEL, round_embedding_scale, HookType.AFTER)
         HookRegistry.register(
             f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, HookType.REPLACE
         )

@@ -3,12 +3,14 @@
 import ast
 import ctypes
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from models.conversion.fp8_blocks import QUANTIZATION_CONFIG
 from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
@@ -33,8 +35,11 @@ RESERVED_ARGS: dict[str, str] = {
 """Argument that mrl sets -> what a user must do instead."""
 
 
+BLOCK_FP8 = "fp8"
+"""Value of the argument `quantization` of an engine to which trainers send weights in FP8 with block scales."""
+
 UNSYNCED_ARGS: dict[str, str] = {
-    "quantization": "engines that quantize their weights cannot take new weights from the trainers",
+    "quantization": "trainers can quantize weights only to fp8, so engines cannot take other quantized weights from the trainers",
     "speculative_algorithm": "a draft model gets no new weights from the trainers",
 }
 """Argument that an engine of a training run cannot have -> the reason."""
@@ -44,7 +49,7 @@ REWARD_MODELS = (
     *("LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
     *("Gemma2ForSequenceClassification", "InternLM2ForRewardModel", "Qwen2ForRewardModel", "Qwen3ForRewardModel"),
 )
-"""Architectures of the reward models that a run serves. Tests compare the scores of the first three with Transformers."""
+"""Architectures of the reward models that a run can serve. Tests compare the scores of the first three with Transformers."""
 
 
 @cache
@@ -84,9 +89,40 @@ def check_server_args(overrides: Mapping[str, Any], section: str = "sglang") -> 
 def check_synced_args(overrides: Mapping[str, Any]) -> None:
     """Raise ValueError if the config section `sglang` has an argument with which engines cannot take new weights."""
     for name, reason in UNSYNCED_ARGS.items():
-        if value := overrides.get(name):
+        value = overrides.get(name)
+        if value and (name, value) != ("quantization", BLOCK_FP8):
             raise ValueError(f"sglang.{name}={value}: {reason}; remove this argument.")
+    for name in ADAPTER_ARGS:
+        if name in overrides:
+            raise ValueError(
+                f"sglang.{name}={overrides[name]}: mrl sets the arguments about LoRA adapters; use lora.rank and "
+                "weight_sync.lora=adapter."
+            )
 
+
+def block_fp8_args() -> dict[str, Any]:
+    """Return the arguments of an engine that gets weights in FP8 with block scales from trainers.
+
+    SGLang (0.5.23) has block scales only for models whose config.json says so. The files of the model are not in FP8, so the
+    engine starts with random weights. Trainers push weights before the first request.
+    """
+    return dict(
+        quantization=BLOCK_FP8,
+        load_format="dummy",
+        json_model_override_args=json.dumps({"quantization_config": QUANTIZATION_CONFIG}),
+        moe_runner_backend="triton",  # on some GPUs, SGLang would choose kernels that reorder weights
+    )
+
+
+ADAPTER_ARGS = (
+    "enable_lora",
+    "lora_paths",
+    "max_lora_rank",
+    "lora_target_modules",
+    "max_loras_per_batch",
+    "max_loaded_loras",
+)
+"""Arguments about LoRA adapters that the config section `sglang` of a training run cannot have, because mrl sets them."""
 
 NCCL_VARIABLES = {
     "NCCL_CUMEM_ENABLE": ("enable_symm_mem",),
@@ -124,6 +160,18 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first GPU, such as (9, 0); None: there is no GPU. Does not import torch."""
+    if not has_cuda():
+        return None
+    driver, found, values = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        if driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, 0):
+            return None
+        values.append(found.value)
+    return values[0], values[1]
+
+
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     """Return the ServerArgs fields that allow an engine to be offloaded. Returns an empty dict for a CPU.
 
@@ -133,6 +181,32 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     if (device or ("cuda" if has_cuda() else "cpu")) != "cuda":
         return {}
     return dict(enable_memory_saver=True, cuda_graph_backend_prefill="disabled")
+
+
+def adapter_slots(staleness: int) -> int:
+    """Return how many weight versions of LoRA adapters an engine must be able to apply at the same time.
+
+    A request uses the adapters that are the newest when it begins. A step takes only responses that are at most `staleness`
+    weight versions old. So before a push loads new adapters, it can unload all but the newest staleness + 1 adapters.
+    """
+    return staleness + 2
+
+
+def adapter_args(rank: int, matrices: Iterable[str], max_adapters: int, device: str | None = None) -> dict[str, Any]:
+    """Return the ServerArgs fields of an engine that applies LoRA adapters to its weights.
+
+    `matrices`: Hugging Face names of the adapted matrices, such as q_proj. `max_adapters`: how many weight versions of the
+    adapters the engine can apply at the same time. `device`: see `memory_saver_args`.
+    """
+    cpu = (device or ("cuda" if has_cuda() else "cpu")) != "cuda"
+    return dict(
+        enable_lora=True,
+        max_lora_rank=rank,
+        lora_target_modules=sorted(matrices),
+        max_loras_per_batch=max_adapters,
+        # The other backends of SGLang (0.5.23) need Triton. mrl.rollout.cpu.torch_ops lets this one run on a CPU.
+        **(dict(lora_backend="torch_native") if cpu else {}),
+    )
 
 
 def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
@@ -160,6 +234,7 @@ def default_server_args(
 ) -> dict[str, Any]:
     """Return the ServerArgs fields that mrl sets by default. `device`: see `memory_saver_args`.
 
+    `dtype`: number format of weights and activations. `context_length`: largest number of tokens of a prompt with its response.
     `mem_fraction_static`: fraction of a GPU's memory for model weights and KV cache. `max_total_tokens`: size of the KV cache on
     a CPU, in tokens.
     """

@@ -1,5 +1,6 @@
 """Short answers to the first questions about a run. The answers come from the data that the run recorded."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mrl.algorithms.distillation import reads_rewards
+from mrl.algorithms.inputs import needs_of
+from mrl.config.instantiate import instantiate
 from mrl.core import metrics as declared
 from mrl.tracking.learning_health import (
     MIN_FAILED_FRACTION,
@@ -22,7 +26,7 @@ from mrl.tracking.report.page import number
 from mrl.tracking.report.provenance import changed_keys, go_on_text
 from mrl.tracking.report.recorded_run import RecordedRun, Sample
 from mrl.tracking.report.sample_table import no_samples_text
-from mrl.tracking.timeline_summary import NOISE, SMALLEST_SHARE, RankWork, percent
+from mrl.tracking.timeline import NOISE, SMALLEST_SHARE, RankWork, percent
 
 STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a change of the mean reward by more standard errors is clear
 MOST = 0.5  # from this fraction on, failed or truncated responses explain a low reward
@@ -128,14 +132,28 @@ def _problems_of_last_step(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 def _settings(run: RecordedRun) -> LearningSettings:
     target = str(run.setting("algorithm.advantage._target_", "the advantage"))
+    advantage, loss = _own_part(run, "algorithm.advantage"), _own_part(run, "algorithm.loss")
     return LearningSettings(
         responses_per_prompt=int(run.setting("rollout.responses_per_prompt", 1)),
         max_response_tokens=int(run.setting("rollout.max_response_tokens", 0)),
         lr=float(run.setting("optim.lr", math.nan)),
         advantage=target.rpartition(".")[2],
-        group_relative=False,
+        group_relative=getattr(advantage, "group_relative", False),
+        reads_rewards=reads_rewards(advantage, needs_of(advantage) | needs_of(loss)),
         mask_truncated=bool(run.setting("algorithm.mask_truncated", False)),
     )
+
+
+def _own_part(run: RecordedRun, key: str) -> object:
+    """Build the recorded part of the algorithm. None if it has classes outside mrl: a report does not run a user's code."""
+    node = run.setting(key, {})
+    targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(node, default=str))
+    if not targets or not all(re.fullmatch(r"mrl\.algorithms\.\w+\.\w+", target) for target in targets):
+        return None
+    try:
+        return instantiate(node, key)
+    except ValueError:  # another version of mrl recorded the part
+        return None
 
 
 def first_and_last_mean(values: Sequence[float]) -> tuple[float, float, float, int]:

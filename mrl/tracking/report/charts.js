@@ -56,7 +56,7 @@ function lines(chart, all, resumes, mode, readout, width) {
   valueAxis(svg, marks, y, left, width);
   stepAxis(svg, ticks(first, last).filter(Number.isInteger), x, left, width, h);
   for (const step of resumes || []) svg.append(el("line", { x1: x(step), x2: x(step), y1: TOP, y2: h - BOTTOM, stroke: "var(--soft)", "stroke-dasharray": "3 3" }));
-  chart.series.forEach((s, n) => curve(svg, s, colour(s.run ?? n), s.run === undefined ? DASHES[n % DASHES.length] : null, mode, x, y));
+  chart.series.forEach((s, n) => curve(svg, s, color(s.run ?? n), s.run === undefined ? DASHES[n % DASHES.length] : null, mode, x, y));
   addCursor(svg, chart, all, readout, { x, first, last, left, width, h });
   return svg;
 }
@@ -122,7 +122,7 @@ function stackedChart(time) {
       let base = 0;
       names.forEach((n, c) => {
         const seconds = time.phases[n][i], top = y(base + seconds);
-        svg.append(el("rect", { ...bar(x(i), size), y: top, height: Math.max(0, y(base) - top), fill: colour(c) }, el("title", {}, `${stepRange(range)}: ${n} ${num(seconds, 3)} s`)));
+        svg.append(el("rect", { ...bar(x(i), size), y: top, height: Math.max(0, y(base) - top), fill: color(c) }, el("title", {}, `${stepRange(range)}: ${n} ${num(seconds, 3)} s`)));
         base += seconds;
       });
     });
@@ -135,7 +135,7 @@ function stackedChart(time) {
 function barChart(title, unit, rows, caption) {
   const parts = [...new Set(rows.flatMap(([, sizes]) => sizes.map(([name]) => name)))], most = Math.max(...rows.map(([, sizes]) => sizes.reduce((sum, [, v]) => sum + v, 0))) || 1;
   const line = ([name, sizes, note]) => {
-    const pieces = sizes.map(([part, v]) => el("i", { style: `width:${(100 * v) / most}%;background:${colour(parts.indexOf(part))}` }));
+    const pieces = sizes.map(([part, v]) => el("i", { style: `width:${(100 * v) / most}%;background:${color(parts.indexOf(part))}` }));
     return el("div", { class: "bar" }, el("div", {}, el("b", {}, `${name} `), ...sizes.map(([part, v]) => key(parts.indexOf(part), `${part} ${num(v, 3)} ${unit}`)), note ?? ""), el("div", { class: "pieces", "aria-hidden": "true" }, ...pieces));
   };
   return el("figure", { class: "wide" }, el("h3", {}, title), ...rows.map(line), el("figcaption", {}, caption));
@@ -154,7 +154,7 @@ function heatMap(chart) {
     });
     return svg;
   };
-  return el("figure", {}, el("h3", {}, chart.title), sized(h, draw), el("figcaption", {}, "One column for each step or group of steps. The stronger the colour of a cell, the more of the column's responses are in it."));
+  return el("figure", {}, el("h3", {}, chart.title), sized(h, draw), el("figcaption", {}, "One column for each step or group of steps. The stronger the color of a cell, the more of the column's responses are in it."));
 }
 
 function parallelChart(data) {
@@ -172,11 +172,11 @@ function parallelChart(data) {
     const room = (i) => 24 + 7 * Math.max(...labels[i].map(([text]) => text.length)), left = room(0), right = room(axes.length - 1);
     const x = (i) => left + (i * (width - left - right)) / Math.max(1, axes.length - 1), svg = el("svg", { viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": `Parallel coordinates of ${axes.join(", ")}; the table of points has the same values` });
     const ordered = [...scored].sort((a, b) => (a.n === data.best) - (b.n === data.best));
-    for (const { p, n } of ordered) svg.append(el("polyline", { points: axes.map((_, i) => `${x(i)},${y(i, p)}`).join(" "), fill: "none", stroke: colour(n), opacity: n === data.best ? 1 : 0.7, "stroke-width": n === data.best ? 5 : 2 }, el("title", {}, data.labels[n] ?? String(n))));
+    for (const { p, n } of ordered) svg.append(el("polyline", { points: axes.map((_, i) => `${x(i)},${y(i, p)}`).join(" "), fill: "none", stroke: color(n), opacity: n === data.best ? 1 : 0.7, "stroke-width": n === data.best ? 5 : 2 }, el("title", {}, data.labels[n] ?? String(n))));
     axes.forEach((name, i) => parallelAxis(svg, { name, x: x(i), h, width, last: i === axes.length - 1, first: i === 0, labels: apart(labels[i]) }));
     return svg;
   };
-  return el("figure", { class: "wide" }, sized(h, draw), el("figcaption", {}, "Each line is a point of the sweep, in the colour of its curves below. The thick line is the best point."));
+  return el("figure", { class: "wide" }, sized(h, draw), el("figcaption", {}, "Each line is a point of the sweep, in the color of its curves below. The thick line is the best point."));
 }
 
 // The labels of an axis without those that would overlap an earlier one. The largest and the smallest value come first.

@@ -11,7 +11,7 @@ from mrl.core import metrics as declared
 from mrl.core.metric_families import name_part
 from mrl.tracking.report.page import number
 from mrl.tracking.report.recorded_run import RecordedRun
-from mrl.tracking.timeline_summary import BETWEEN_STEPS, between_steps_text, percent
+from mrl.tracking.timeline import BETWEEN_STEPS, between_steps_text, percent
 
 CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Reward", {"reward/mean": "mean reward"}),
@@ -157,9 +157,9 @@ def interval(mean: float, rows: int) -> tuple[float, float]:
     the interval is wider than necessary for them.
     """
     z2 = INTERVAL_Z**2
-    centre = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
+    center = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
     half = INTERVAL_Z / (1 + z2 / rows) * math.sqrt(mean * (1 - mean) / rows + z2 / (4 * rows**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:

@@ -1,7 +1,7 @@
 "use strict";
 // Elements, numbers and tables. Every text is set as text, never as HTML.
 const SVG = new Set(["svg", "g", "path", "line", "rect", "text", "polyline", "circle", "title"]);
-const colour = (n) => `var(--c${n % 8})`;
+const color = (n) => `var(--c${n % 8})`;
 
 function el(tag, attributes = {}, ...children) {
   const node = SVG.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -22,7 +22,7 @@ function num(value, digits = 4) {
 }
 
 const percent = (share) => (share > 0 && share < 0.01 ? "<1%" : `${Math.round(100 * share)}%`);
-const key = (n, label) => el("span", { class: "key" }, el("i", { style: `background:${colour(n)}`, "aria-hidden": "true" }), label);
+const key = (n, label) => el("span", { class: "key" }, el("i", { style: `background:${color(n)}`, "aria-hidden": "true" }), label);
 const stepRange = ([first, last]) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
 
 // A text as nodes. Long words may be broken after the characters _ . / and =.

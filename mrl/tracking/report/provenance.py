@@ -63,17 +63,17 @@ def settings(run: RecordedRun) -> dict[str, str]:
 
 def provenance(run: RecordedRun) -> dict[str, Any]:
     """Return everything about the origin of the run, as JSON values."""
-    start, packages = run.start, run.start.get("packages") or {}
+    start, packages = run.start, run.packages
     chosen = {name: packages[name] for name in MAIN_PACKAGES if name in packages}
     return {
         "folder": str(run.folder.resolve()),
         "command": command(run),
-        "commit": start.get("commit"),
-        "changed_files": start.get("changed_files"),
-        "hosts": start.get("hosts") or [],
+        "commit": start and start.commit,
+        "changed_files": start and start.changed_files,
+        "hosts": list(start.hosts) if start else [],
         "packages": chosen | {name: version for name, version in sorted(packages.items()) if name not in chosen},
         "events": [
-            {name: event.get(name) for name in ("event", "time", "step", "outcome", "error", "commit")}
+            {name: getattr(event, name) for name in ("event", "time", "step", "outcome", "error", "commit")}
             for event in run.events
         ],
         "outcome": run.outcome,
@@ -86,8 +86,8 @@ def provenance(run: RecordedRun) -> dict[str, Any]:
 
 def command(run: RecordedRun) -> str:
     """Return the command that started the run; "" if it was not recorded."""
-    if recorded := run.start.get("command"):
-        return str(recorded)
+    if run.start and run.start.command:
+        return run.start.command
     return shlex.join(["mrl", "train", *(word.lstrip("+") for word in run.overrides)]) if run.overrides else ""
 
 

@@ -3,8 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,22 @@ from typing import Any
 import orjson
 import yaml
 
-from mrl.checkpoint.run_dir import OUTPUTS, check_not_in_use, read_run_record
+from mrl.checkpoint.run_dir import (
+    OUTPUTS,
+    STARTS_FILE,
+    RunEvent,
+    check_not_in_use,
+    read_events,
+    read_run_record,
+)
 from mrl.core.jsonl import check_lines
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.sample_file import SAMPLES_FILE
-from mrl.tracking.timeline import ProcessTimeline, read_timeline
-from mrl.tracking.timeline_summary import RankWork, summarise, trainer_ranks
+from mrl.tracking.timeline import ProcessTimeline, RankWork, read_timeline, summarize, trainer_ranks
 
 logger = logging.getLogger(__name__)
 
-STARTS_FILE = "starts.jsonl"
 LOG_FILE = "mrl.log"
 ERROR_MARK = "[ERROR]"  # a line of LOG_FILE with this text begins the report of an error
 MAX_LOG_BYTES = 200_000  # number of bytes that are searched for an error, at the end of the log
@@ -39,7 +44,7 @@ class RecordedRun:
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics eval/*
     samples: list[tuple[int, list[Sample]]] = field(default_factory=list)  # (step, samples of the step, best first)
     lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> sampled tokens of each of its responses
-    events: list[dict[str, Any]] = field(default_factory=list)  # lines of STARTS_FILE
+    events: list[RunEvent] = field(default_factory=list)  # lines of STARTS_FILE
     overrides: list[str] = field(default_factory=list)  # overrides of the command line
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
     ranks: list[RankWork] = field(default_factory=list)  # times of the trainer ranks in the timeline
@@ -63,15 +68,15 @@ class RecordedRun:
         """Return how the run ended: "running", "finished", "failed", another outcome of STARTS_FILE, or "not recorded"."""
         if self.is_running:
             return "running"
-        ended = self.events[-1].get("outcome") if self.events and self.events[-1].get("event") == "end" else None
-        return str(ended) if ended else "failed" if self.logged_error and not self.metrics else "not recorded"
+        ended = self.events[-1].outcome if self.events and self.events[-1].event == "end" else None
+        return ended or ("failed" if self.logged_error and not self.metrics else "not recorded")
 
     @property
     def error(self) -> str:
         """Return the error that ended the run, or ""."""
         if self.is_running or self.outcome in ("finished", "preempted", "not recorded"):
             return ""
-        return self.logged_error or str((self.events[-1].get("error") if self.events else "") or "")
+        return self.logged_error or (self.events[-1].error if self.events else None) or ""
 
     @property
     def reached_goal(self) -> bool:
@@ -92,14 +97,19 @@ class RecordedRun:
         return "parallel" in self.config and all(size == 1 for size in sizes) and "spent/critic_s" not in self.last
 
     @property
-    def start(self) -> dict[str, Any]:
-        """Return the latest start or resume: commit, packages, hosts, command. {} if it was not recorded."""
-        return next((event for event in reversed(self.events) if event.get("event") in ("start", "resume")), {})
+    def start(self) -> RunEvent | None:
+        """Return the latest start or resume: commit, packages, hosts, command. None if it was not recorded."""
+        return next((event for event in reversed(self.events) if event.event in ("start", "resume")), None)
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """Return name -> version of the packages at the latest start."""
+        return self.start.packages if self.start else {}
 
     @property
     def resumed_steps(self) -> list[int]:
         """Return the steps after which the run was resumed."""
-        return [int(event.get("step") or 0) for event in self.events if event.get("event") == "resume"]
+        return [event.step for event in self.events if event.event == "resume"]
 
     def series(self, name: str) -> dict[int, float]:
         """Return step -> value of a metric. The result omits steps without a finite value."""
@@ -128,7 +138,7 @@ def read_run(folder: Path) -> RecordedRun:
         evaluations={step: _numbers(line) for step, line in _steps(folder / "eval.jsonl", damaged)},
         samples=[(step, [one for one in line.get("samples", []) if isinstance(one, dict)]) for step, line in samples],
         lengths={step: [length for group in line.get("lengths", []) for length in group] for step, line in ledger},
-        events=list(_events(folder / STARTS_FILE)),
+        events=[replace(event, error=event.error and plain_text(event.error)) for event in read_events(folder)],
         overrides=_read_overrides(folder),
         timeline=_timeline_sentences(timelines),
         ranks=trainer_ranks(timelines),
@@ -187,13 +197,6 @@ def _numbers(line: dict[str, Any]) -> Metrics:
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            if (content := _parsed(line)) is not None:
-                yield content | {"error": plain_text(str(content["error"]))} if content.get("error") else content
-
-
 def plain_text(text: str) -> str:
     """Return an error without the colors of a terminal and without lines that only mark a place in a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).splitlines()
@@ -232,7 +235,7 @@ def _timelines(folder: Path) -> list[ProcessTimeline]:
 def _timeline_sentences(timelines: Sequence[ProcessTimeline]) -> list[str]:
     """Return the summary of the timelines; [] before the first complete step."""
     try:
-        return summarise(timelines)
+        return summarize(timelines)
     except (ValueError, KeyError):
         return []
 

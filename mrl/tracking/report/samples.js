@@ -34,7 +34,7 @@ function sampleControls(table, get, state, changed) {
   const sources = unique("source");
   return el("div", { class: "controls" }, control("q", "Search", el("input", { type: "search" })), control("step", "Step", select([["", "all"], ...unique("step").map((v) => [String(v), String(v)])])),
     control("pick", "Show", select(Object.entries(PICKS))), control("low", "Reward from", number()), control("high", "Reward to", number()),
-    sources.length > 1 ? control("source", "Source", select([["", "all"], ...sources.map((v) => [v, v])])) : null, control("colour", "Colour of tokens", select(Object.entries(COLOURS))));
+    sources.length > 1 ? control("source", "Source", select([["", "all"], ...sources.map((v) => [v, v])])) : null, control("color", "Color of tokens", select(Object.entries(COLORS))));
 }
 
 function samplesBrowser(table, state, remember) {
@@ -62,7 +62,7 @@ function samplesBrowser(table, state, remember) {
     if (top < list.scrollTop) list.scrollTop = top;
     if (top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW - list.clientHeight;
     drawn.clear(); space.replaceChildren(); draw();
-    detail.replaceChildren(...(found.length ? sampleDetail(table, get, found[chosen], state.colour ?? "none") : [el("p", {}, "No sample matches the filters.")]));
+    detail.replaceChildren(...(found.length ? sampleDetail(table, get, found[chosen], state.color ?? "none") : [el("p", {}, "No sample matches the filters.")]));
   }
   list.addEventListener("scroll", () => { if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; draw(); }); } }, { passive: true });
   list.addEventListener("keydown", (event) => {

@@ -1,6 +1,6 @@
 "use strict";
-// The tokens of one response, coloured by a value. The pointer and the arrow keys show all values of one token.
-const COLOURS = { none: "no colour", logprobs: "log-probability", advantages: "advantage", versions: "weight version", mismatch: "mismatch" };
+// The tokens of one response, colored by a value. The pointer and the arrow keys show all values of one token.
+const COLORS = { none: "no color", logprobs: "log-probability", advantages: "advantage", versions: "weight version", mismatch: "mismatch" };
 const SCALES = { logprobs: "nats; the stronger, the less probable", advantages: "; green: above 0, orange: below 0", versions: "; the stronger, the newer", mismatch: "nats; the stronger, the larger" };
 
 // All values of each token by name; null where a value is not recorded.
@@ -16,7 +16,7 @@ function shade(mode, v, low, high) {
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
   const share = { versions: high > low ? (v - low) / (high - low) : 0.3, logprobs: 1 - Math.exp(v) }[mode] ?? Math.abs(v) / most;
   const hue = mode === "versions" ? 0 : mode === "advantages" && v > 0 ? 2 : 1;
-  return `background:color-mix(in srgb, ${colour(hue)} ${Math.round(45 * share)}%, transparent)`;
+  return `background:color-mix(in srgb, ${color(hue)} ${Math.round(45 * share)}%, transparent)`;
 }
 
 function describeToken(entry, values, n) {
@@ -28,7 +28,7 @@ function describeToken(entry, values, n) {
 function tokenView(entry, mode) {
   const values = tokenValues(entry), shown = values[mode] ?? [], known = shown.filter((v) => v !== null);
   const low = Math.min(...known), high = Math.max(...known), hint = `Point at a token, or press the arrow keys, to see its values.${values.trained.includes(0) ? " Dotted underline: not trained, such as the results of tools." : ""}`;
-  const legend = mode === "none" ? hint : known.length ? `Colour: ${COLOURS[mode]} from ${num(low)} to ${num(high)} ${SCALES[mode]}. ${hint}`.replace(" ;", ";") : `${COLOURS[mode]}: not recorded for this sample. ${hint}`;
+  const legend = mode === "none" ? hint : known.length ? `Color: ${COLORS[mode]} from ${num(low)} to ${num(high)} ${SCALES[mode]}. ${hint}`.replace(" ;", ";") : `${COLORS[mode]}: not recorded for this sample. ${hint}`;
   const spans = entry.tokens.map((text, n) => el("span", { class: values.trained[n] === 0 ? "token untrained" : "token", style: known.length ? shade(mode, shown[n], low, high) : null, "data-n": n }, text));
   const isTurn = (n) => n && values.trained[n] !== null && values.trained[n] !== values.trained[n - 1]; // a turn begins at the token
   const pieces = spans.flatMap((span, n) => (isTurn(n) ? [el("span", { class: "turn" }, values.trained[n] ? "next turn of the model" : "result of a tool"), span] : [span]));

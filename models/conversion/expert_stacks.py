@@ -1,0 +1,113 @@
+"""Hugging Face tensors that stack the matrices or biases of all experts of a layer, as in gpt-oss, also in MXFP4.
+
+The table of a family has one row for each expert. If a folder stacks the experts, a name in the table contains the index of the
+expert: the tensor `X.experts.3.down_proj` of the table is part 3 of the stored tensor `X.experts.down_proj`. A matrix is
+[out, in] in the table and [in, out] in the stack. A bias has the same shape in both.
+
+A folder may have a stack of matrices in MXFP4: `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` in place of
+`X.experts.down_proj`. MXFP4 (Open Compute Project, Microscaling Formats, 2023) has 4 bits for each value, and one scale, a power
+of two, for each block of 32 values. The two tensors contain the matrices as [out, in].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the driver checks headers without importing torch
+    from torch import Tensor
+
+BLOCK = 32  # number of values with a common scale
+PACKED_DTYPE = "U8"  # dtype of blocks and scales in the spelling of safetensors
+DEQUANTIZED_DTYPE = "BF16"  # dtype of the values that this module returns, in the spelling of safetensors
+QUANT_METHOD = "mxfp4"
+"""Value of `quant_method` in the field `quantization_config` of config.json."""
+
+_BLOCK_BYTES = BLOCK // 2  # two values in each byte
+_EXPONENT_BIAS = 127
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without the sign, which is the highest bit
+_PART = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")
+_BIAS_SUFFIX = "_bias"
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """A tensor of a table that is one part of a stored tensor."""
+
+    stack: str  # name of the stored tensor
+    index: int
+    is_matrix: bool  # whether the stack contains the transposed matrix
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part in the stack. `shape`: shape in the table."""
+        return shape[::-1] if self.is_matrix else shape
+
+    def oriented(self, tensor: Tensor) -> Tensor:
+        """Convert this part from the form in the stack to the form in the table, or back. The result shares the memory."""
+        return tensor.t() if self.is_matrix else tensor
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the tensor `name` of a table is a part of a stack. The index of the expert may be the placeholder {expert}."""
+    return _PART.fullmatch(name) is not None
+
+
+def stack_part(name: str) -> StackPart | None:
+    """Return the part of a stack that the tensor `name` of a table is, or None if the folder stores the tensor itself."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return None
+    return StackPart(f"{found[1]}.{found[3]}", int(found[2]), not found[3].endswith(_BIAS_SUFFIX))
+
+
+def stored_name(name: str) -> str:
+    """Return the name of the stored tensor that contains the tensor `name` of a table."""
+    part = stack_part(name)
+    return name if part is None else part.stack
+
+
+def stored_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return name -> (dtype, shape) of the stored tensors. `tensors`: name -> (dtype, shape) of all tensors of a table."""
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (dtype, shape) in tensors.items():
+        part = stack_part(name)
+        if part is None:
+            stored[name] = dtype, shape
+            continue
+        count = max(part.index + 1, stored[part.stack][1][0] if part.stack in stored else 0)
+        stored[part.stack] = dtype, (count, *part.stored_shape(shape))
+    return stored
+
+
+def mxfp4_names(stack: str) -> tuple[str, str]:
+    """Return the names of the blocks and of the scales of a stack of matrices in MXFP4."""
+    return f"{stack}_blocks", f"{stack}_scales"
+
+
+def mxfp4_shapes(stack: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the blocks and of the scales. `shape`: shape [experts, in, out] of the stack without MXFP4."""
+    experts, columns, rows = shape
+    blocks, scales = mxfp4_names(stack)
+    return {blocks: (experts, rows, columns // BLOCK, _BLOCK_BYTES), scales: (experts, rows, columns // BLOCK)}
+
+
+def is_mxfp4(fields: Mapping[str, Any]) -> bool:
+    """Whether a config.json with these fields says that the experts are in MXFP4."""
+    quantization = fields.get("quantization_config")
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the values [..., 32 * n] of n MXFP4 blocks in bfloat16. The result is exact, because bfloat16 has enough bits.
+
+    `blocks`: [..., n, 16] uint8; the lower half of a byte is the first of its two values. `scales`: [..., n] uint8; a number e
+    stands for the scale 2 ** (e - 127).
+    """
+    import torch  # imported only where tensors are processed
+
+    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32, device=blocks.device)
+    pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
+    exponents = scales.int() - _EXPONENT_BIAS
+    return torch.ldexp(pairs, exponents.unsqueeze(-1)).flatten(-2).to(torch.bfloat16)

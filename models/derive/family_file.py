@@ -1,0 +1,177 @@
+"""Writes the file of a family: imports, `translate`, the table, `engine_fusions` and `defaults`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.derive.rows import Rows
+
+# block -> module from which a family file imports it; the blocks in _BLOCKS are in decoder_blocks
+_BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
+_MAPPINGS = ("GatedMLPMapping", "ParamMapping", "QKVMapping", "VocabMapping")
+_BLOCKS = (
+    *(
+        "ATTENTION",
+        "DEFAULTS",
+        "DENSE_MLP",
+        "DENSE_MLP_BIAS",
+        "EMBEDDINGS",
+        "ENGINE_FUSIONS",
+        "FULL_ATTENTION_DEFAULTS",
+    ),
+    *(
+        "OUTPUT_PROJECTION_BIAS",
+        "QKV_BIAS",
+        "QK_NORMS",
+        "SIGMOID_ROUTED_MOE",
+        "SIGMOID_ROUTED_MOE_DEFAULTS",
+        "check_full_attention",
+    ),
+    *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
+)
+_WIDTH = 120  # characters
+LATENT_FIELDS = """\
+    unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    # transformers 5 writes these two fields as well.
+    config.expect(head_dim=(None, rotated), qk_head_dim=(None, unrotated + rotated))
+    config.expect(num_key_value_heads=config["num_attention_heads"])
+    heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
+    rope = config.rope(rotated)
+    is_yarn = isinstance(rope, YarnRope)  # Megatron computes the scale of the scores from these fields
+    yarn = dict(rotary_scaling_factor=rope.factor, mscale_all_dim=rope.mscale_all_dim or 0.0) if is_yarn else {}
+"""
+LATENT_ARGUMENTS = (
+    "rope=rope",
+    "multi_latent_attention=True",
+    "q_lora_rank=q_lora",
+    "kv_lora_rank=kv_lora",
+    "qk_head_dim=unrotated",
+    "qk_pos_emb_head_dim=rotated",
+    "v_head_dim=value",
+    "**yarn",
+)
+LATENT_SIZES = """\
+    key = unrotated + rotated
+    sizes = dict(arch.sizes)
+    del sizes["kv"], sizes["head_dim"]
+    sizes |= dict(
+        q=heads * key,
+        q_lora=q_lora or 0,
+        kv_a=kv_lora + rotated,
+        kv_lora=kv_lora,
+        kv_b=heads * (unrotated + value),
+        o=heads * value,
+    )
+    return replace(arch, sizes=sizes, transformer=arch.transformer | dict(kv_channels=key))
+"""
+
+
+@dataclass
+class FamilyPlan:
+    """The content of a family file."""
+
+    architecture: str
+    groups: list[tuple[str, Rows]]  # code and rows of each group of the table, see models.derive.rows
+    summary: str = ""  # first line of the docstring
+    parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
+    is_latent: bool = False
+    checks_full_attention: bool = False  # whether the config has fields for sliding windows, which must be off
+    arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
+    expected: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
+    fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    unsupported_parts: tuple[str, ...] = ()
+    engine_is_native: bool = True  # whether SGLang implements the architecture
+    has_mtp_layers: bool = False
+
+    @property
+    def constant(self) -> str:
+        """Name of the family in its file: DeepseekV3ForCausalLM -> DEEPSEEK_V3."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", self.architecture.removesuffix("ForCausalLM")).upper()
+
+    def code(self) -> str:
+        """Return the text of the file."""
+        body = "\n".join([self._translate(), "", "", self._family(), ""])
+        return "\n".join([f'"""{self.summary}"""', "", self._imports(body), "", "", body])
+
+    def _imports(self, body: str) -> str:
+        def used(names: tuple[str, ...]) -> list[str]:
+            return sorted(name for name in names if re.search(rf"\b{name}\b", body))
+
+        lines = ["from dataclasses import replace", ""] if "replace(" in body else []
+        lines.append("from models.architecture import Architecture, Family")
+        if mappings := used(_MAPPINGS):
+            lines.append(f"from models.conversion.mapping import {', '.join(mappings)}")
+        lines.append(_import("models.families.decoder_blocks", used(_BLOCKS)))
+        lines += [_import(module, [name]) for name, module in _BLOCK_MODULES.items() if name in body]
+        lines.append("from models.hf_config import HFConfig")
+        if self.is_latent:
+            lines.append("from parallel.rope import YarnRope")
+        return "\n".join(lines)
+
+    def _translate(self) -> str:
+        lines = ["def translate(config: HFConfig) -> Architecture:"]
+        lines.append(
+            f'    """Translate a config of {self.architecture}. Raises ValueError if a value is not supported."""'
+        )
+        if self.checks_full_attention:
+            lines.append("    check_full_attention(config)")
+        if self.expected:
+            lines.append(_call("    config.expect(", _keywords(self.expected), ")"))
+        if self.is_latent:
+            lines.append(LATENT_FIELDS.rstrip())
+        arguments = ["config", *self._parts(lines), *self.arguments]
+        if any("num_layers" in argument for argument in arguments):
+            lines.append('    num_layers = config["num_hidden_layers"]')
+        start = "    arch = read_decoder(" if self.is_latent else "    return read_decoder("
+        lines += [start, *(f"        {argument}," for argument in arguments), "    )"]
+        return "\n".join([*lines, *([LATENT_SIZES.rstrip()] if self.is_latent else [])])
+
+    def _parts(self, lines: list[str]) -> list[str]:
+        """Return the argument `parts` of read_decoder. Conditions are appended to `lines`."""
+        constant = [part for part, code in self.parts.items() if code == "True"]
+        present = [part for part, code in self.parts.items() if code != "False"]
+        if not present:
+            return []
+        if present == constant:
+            return [f"parts=frozenset({constant!r})".replace("'", '"')]
+        lines.append(_call("    optional_parts = dict(", [f"{part}={self.parts[part]}" for part in present], ")"))
+        return ["parts=frozenset(part for part, is_present in optional_parts.items() if is_present)"]
+
+    def _family(self) -> str:
+        table = "".join(f"        {code},\n" for code, _ in self.groups)
+        fusions = "".join(f'        "{name}": {_tuple(parts)},\n' for name, parts in self.fusions.items())
+        lines = [f"{self.constant} = Family("]
+        lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]
+        lines += [f"    table=(\n{table}    ),", f"    engine_fusions={{\n{fusions}    }},"]
+        lines.append(_call("    defaults=dict(", _keywords(self.defaults), "),"))
+        if self.unsupported_parts:
+            lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")
+        if not self.engine_is_native:
+            lines.append("    engine_is_native=False,")
+        if self.has_mtp_layers:
+            lines.append("    has_mtp_layers=True,")
+        return "\n".join([*lines, ")"])
+
+
+def _import(module: str, names: list[str]) -> str:
+    return f"from {module} import (\n{''.join(f'    {name},{chr(10)}' for name in names)})"
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    end = "," if len(names) == 1 else ""
+    return f"({', '.join(f'{chr(34)}{name}{chr(34)}' for name in names)}{end})"
+
+
+def _keywords(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}".replace("'", '"') for name, value in values.items()]
+
+
+def _call(start: str, arguments: list[str], end: str) -> str:
+    """Return a call in one line, or with one line for each argument if it has more than _WIDTH characters."""
+    line = f"{start}{', '.join(arguments)}{end}"
+    if len(line) <= _WIDTH:
+        return line
+    indent = " " * (len(start) - len(start.lstrip()))
+    return "\n".join([start, *(f"{indent}    {argument}," for argument in arguments), f"{indent}{end}"])

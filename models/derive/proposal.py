@@ -1,0 +1,237 @@
+"""Proposes a family: runs the probes, and turns what they found into the plan of a family file."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from models.architecture import Family
+from models.derive.engine_source import EngineSource, read_engine_source
+from models.derive.family_file import LATENT_ARGUMENTS, FamilyPlan
+from models.derive.rows import merged_slots, table_groups
+from models.derive.structure import Structure
+from models.derive.tiny_config import (
+    EXPERT_COUNTS,
+    SIZE_FIELDS,
+    class_defaults,
+    config_class,
+    known_fields,
+    shrink,
+    written_fields,
+)
+from models.derive.variants import (
+    PARTS,
+    Condition,
+    Variant,
+    condition_of,
+    make_variants,
+    moe_layers_code,
+    normalization_field,
+)
+from models.families import load_family
+from models.families.decoder_blocks import DEFAULTS, FULL_ATTENTION_DEFAULTS, SIGMOID_ROUTED_MOE_DEFAULTS
+from models.hf_config import IGNORED_FIELDS, HFConfig
+
+_IGNORED = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
+_SIGMOID_FIELDS = (
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+)
+_WITHOUT_DEFAULT = {
+    "rope_parameters",
+    "rope_scaling",
+    "sliding_window",
+    "max_window_layers",
+    "num_mtp_layers",
+}  # a family reads these fields only if the config has them, so they need no default
+_HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
+
+
+@dataclass
+class Proposal:
+    """A proposed family, what the probes found, and what is unknown."""
+
+    found: dict[str, Any]  # fields of the config
+    tiny: dict[str, Any]  # fields of the tiny config, see `shrink`
+    variants: list[Variant]  # the first one is the tiny config itself
+    plan: FamilyPlan
+    problems: list[str] = field(default_factory=list)  # one line each; any problem makes the family wrong or incomplete
+    notes: list[str] = field(default_factory=list)  # one line for each restriction of the family
+    engine: EngineSource | None = None  # None: the installed SGLang does not implement the architecture
+
+    @property
+    def models_to_prove(self) -> list[tuple[str, dict[str, Any]]]:
+        """(title, fields) of the tiny config, and of each variant with other tensors that the family accepts."""
+        base = self.variants[0].structure
+        configs = [("the tiny model", self.tiny)]
+        for variant in self.variants[1:]:
+            is_supported = variant.changes_outputs and not variant.problems and _differs(variant.structure, base)
+            if is_supported and variant.changed not in self.plan.expected:
+                configs.append((f"{variant.changed}={variant.fields[variant.changed or '']!r}", variant.fields))
+        return configs
+
+
+def _differs(structure: Structure, other: Structure) -> bool:
+    return (structure.layers, structure.top) != (other.layers, other.top)
+
+
+def propose(found: dict[str, Any]) -> Proposal:
+    """Probe a random model with the structure of this config, and propose a family, which is not proven yet.
+
+    `found`: fields of config.json. The proposal names all operators and fields that are unknown.
+    """
+    tiny = shrink(found)
+    variants = make_variants(tiny)
+    architecture = found["architectures"][0]
+    plan = FamilyPlan(architecture, [], f"{architecture}, derived from a config of transformers.")
+    proposal = Proposal(found, tiny, variants, plan, list(variants[0].problems))
+    if found.get("quantization_config"):
+        proposal.problems.append(
+            "quantization_config: mrl loads weights in bfloat16, float16 or float32; convert them first"
+        )
+    if proposal.problems and "embedding" not in variants[0].structure.top:
+        return proposal
+    try:
+        _plan_table(proposal)
+        _plan_engine(proposal)
+        _plan_fields(proposal)
+    except (KeyError, ValueError) as error:  # a part is missing, because a probe failed; the problems name the probe
+        proposal.problems.append(f"table: {error}")
+    return proposal
+
+
+def _plan_table(proposal: Proposal) -> None:
+    variants, plan = proposal.variants, proposal.plan
+    supported = [v.structure for v in variants if v is variants[0] or not v.problems]
+    slots = merged_slots(supported)
+    conditions = {
+        part: _condition(part, proposal) for part, (kind, slot) in PARTS.items() if slot in slots.get(kind, {})
+    }
+    plan.is_latent = "latent_attention" in slots
+    qk_norms = conditions.pop("qk_norms", Condition(always=False))
+    if qk_norms.always is not False:
+        plan.arguments.append(f"qk_layernorm={qk_norms.code()}")
+    if qk_norms.field:
+        conditions["qk_norms"] = qk_norms
+    plan.parts = {part: condition.code() for part, condition in conditions.items()}
+    if "shared_experts" in conditions:
+        plan.parts["shared_experts"] = 'config["n_shared_experts"]'
+    plan.groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)
+    plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(variants[0])
+    if "moe" in slots:
+        plan.arguments += _moe_arguments(proposal)
+    known = known_fields(proposal.tiny)
+    plan.checks_full_attention = "use_sliding_window" in known or (
+        "layer_types" in known and not plan.is_latent and set(known["layer_types"] or []) <= {"full_attention"}
+    )
+
+
+def _condition(part: str, proposal: Proposal) -> Condition:
+    condition = condition_of(part, proposal.variants)
+    if condition is None:
+        proposal.problems.append(f"part {part}: no single field says whether a model has it")
+        return Condition(always=True)
+    return condition
+
+
+def _rope_arguments(variant: Variant) -> list[str]:
+    matches = variant.structure.matches("attention")
+    if all(m.options["rotated"] in (0, m.options["head_dim"]) for m in matches):  # 0: a layer without RoPE
+        return []
+    return [f"rope=config.rope({_HEAD_DIM}, partial=True)"]
+
+
+def _moe_arguments(proposal: Proposal) -> list[str]:
+    variants, known = proposal.variants, known_fields(proposal.tiny)
+    supported = [v for v in variants if v is variants[0] or not v.problems]
+    match = variants[0].structure.matches("moe")[0]
+    layers = moe_layers_code(supported)
+    if match.options["routing"].score == "sigmoid":
+        if missing := [name for name in _SIGMOID_FIELDS if name not in known]:
+            proposal.problems.append(f"router: sigmoid scores without the config fields {', '.join(missing)}")
+        if layers is None or "first_k_dense_replace" not in layers:
+            proposal.problems.append("layers with experts: first_k_dense_replace does not say which they are")
+        return ["**read_sigmoid_routed_moe(config)"]
+    normalized = normalization_field(supported)
+    if layers is None or normalized is None:
+        what = "layers with experts" if layers is None else "normalization of the router's weights"
+        proposal.problems.append(f"{what}: no known config field decides about them")
+        return []
+    counts = [name for name in EXPERT_COUNTS if name != "n_routed_experts"]
+    count = f"config.any_spelling({', '.join(f'{chr(34)}{n}{chr(34)}' for n in counts)})"
+    width = "moe_intermediate_size" if known.get("moe_intermediate_size") else "intermediate_size"
+    pre_softmax = f"not {normalized.code()}" if normalized.field else str(not normalized.always)
+    return [
+        f"num_moe_experts={count if 'n_routed_experts' not in known else 'config[' + repr('n_routed_experts') + ']'}",
+        f'moe_ffn_hidden_size=config["{width}"]',
+        f"moe_layer_freq={layers}",
+        'moe_router_topk=config["num_experts_per_tok"]',
+        f"moe_router_pre_softmax={pre_softmax}",
+    ]
+
+
+def _plan_engine(proposal: Proposal) -> None:
+    plan = proposal.plan
+    proposal.engine = source = read_engine_source(plan.architecture)
+    if source is None:
+        plan.engine_is_native = False
+        proposal.notes.append(
+            f"SGLang: the installed SGLang has no {plan.architecture}: engine_is_native=False, and mrl train refuses the model"
+        )
+    else:
+        deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
+        plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.reads(names[0]))
+        rows = [row for _, group in plan.groups for row in group if row.part not in plan.unsupported_parts]
+        plan.fusions = source.fusions({name for row in rows for name in row.hf})
+    cls = AutoModelForCausalLM._model_mapping[config_class(proposal.found)]
+    ignored = cls._keys_to_ignore_on_load_unexpected or ()
+    plan.has_mtp_layers = any(re.match(r"(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)
+
+
+def _plan_fields(proposal: Proposal) -> None:
+    """Find the fields that the family does not read. Let the family refuse every other value of these fields."""
+    plan, cls = proposal.plan, config_class(proposal.found)
+    available = DEFAULTS | FULL_ATTENTION_DEFAULTS | SIGMOID_ROUTED_MOE_DEFAULTS | dict(head_dim=None, qk_head_dim=None)
+    available |= {name: value for name, value in class_defaults(cls).items() if name not in SIZE_FIELDS}
+    available |= rope_defaults(cls)
+    plan.defaults = available
+    family = family_from_code(plan)
+    read, rest = set(), {}
+    for fields in (written_fields(proposal.tiny), proposal.found):
+        reading = HFConfig(Path("config.json"), fields).start_reading(available)
+        family.translate(reading)
+        read |= reading.read_fields
+        rest |= {name: fields[name] for name in fields.keys() - reading.read_fields - _IGNORED}
+    influence = {v.changed: v.changes_outputs for v in proposal.variants}
+    for name, value in sorted(rest.items()):
+        effects = {True: ", which changes the outputs", False: ", which does not change the logits", None: ""}
+        effect = effects[influence.get(name)]
+        proposal.notes.append(f"field {name}={value!r}: not known; the family refuses another value{effect}")
+    plan.expected = dict(sorted(rest.items()))
+    plan.defaults = {
+        name: value
+        for name, value in (plan.expected | available).items()
+        if name in plan.expected or name in read - SIZE_FIELDS - _WITHOUT_DEFAULT
+    }
+
+
+def rope_defaults(cls: type) -> dict[str, Any]:
+    """Return the rotary fields that transformers uses if a config has none of them."""
+    parameters: Mapping[str, Any] = getattr(cls(), "rope_parameters", None) or {}
+    return {n: parameters[n] for n in ("rope_theta", "partial_rotary_factor") if isinstance(parameters.get(n), float)}
+
+
+def family_from_code(plan: FamilyPlan) -> Family:
+    """Write the file of the plan to a temporary folder, and load the family.
+
+    Raises:
+        ValueError: the file cannot be imported.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"derived_{plan.constant.lower()}.py"
+        path.write_text(plan.code())
+        return load_family(f"{path}:{plan.constant}")

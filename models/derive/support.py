@@ -1,0 +1,74 @@
+"""Names the operators that the probes recognize, but that a derived family cannot have.
+
+Some families in models/families have such operators, for example sliding windows. These families are written by hand.
+"""
+
+from models.derive.probes import Match
+from models.derive.structure import Structure, fields_with
+
+
+def unsupported(structure: Structure, fields: dict) -> list[str]:
+    """Return one line for each recognized operator that a derived family cannot have."""
+    lines: list[str] = []
+    for match in structure.matches("attention"):
+        lines += _attention(match, fields)
+    for match in structure.matches("latent_attention"):
+        if match.options["attention"].rope != "interleaved":
+            lines.append("latent attention: RoPE is not interleaved; mrl's latent attention rotates pairs (2i, 2i + 1)")
+    for match in structure.matches("mlp"):
+        lines += _mlp(match)
+    for match in structure.matches("moe"):
+        lines += _moe(match)
+    return list(dict.fromkeys(lines))
+
+
+def _attention(match: Match, fields: dict) -> list[str]:
+    options, lines = match.options["attention"], []
+    if options.rope == "interleaved":
+        lines.append("attention: RoPE rotates interleaved pairs (2i, 2i + 1); mrl rotates pairs (i, i + D/2)")
+    if options.rope == "none":
+        lines.append("attention: some layers have no rotary embedding")
+    if options.window is not None:
+        lines.append(f"attention: sliding window of {options.window} tokens in the tiny model")
+    if options.softcap is not None:
+        lines.append(f"attention: soft cap of the scores, {options.softcap}{fields_with(fields, options.softcap)}")
+    if options.scale is not None:
+        lines.append(f"attention: scores are multiplied by {options.scale:.6g}{fields_with(fields, options.scale)}")
+    if options.norm in ("after", "whole"):
+        where = "after the rotary embedding" if options.norm == "after" else "over all heads together"
+        lines.append(
+            f"attention: norms of queries and keys {where}; a derived family has a norm per head before the rotary embedding"
+        )
+    if options.plus_one:
+        lines.append("attention: norms of queries and keys multiply by 1 + weight")
+    if "sinks" in match.slots:
+        lines.append(f"attention: sinks ({match.slots['sinks']})")
+    if match.options["rotated"] not in (0, match.options["head_dim"]) and "partial_rotary_factor" not in _names(fields):
+        lines.append("attention: a part of each head is rotated, and no field partial_rotary_factor says how much")
+    return lines
+
+
+def _names(fields: dict) -> set[str]:
+    return {*fields, *(fields.get("rope_parameters") or {})}
+
+
+def _mlp(match: Match) -> list[str]:
+    lines = []
+    if "gate" not in match.slots:
+        lines.append(f"MLP: not gated, activation {match.options['activation']}; a derived family has a gated SiLU MLP")
+    elif match.options["activation"] != "silu":
+        lines.append(f"MLP: activation {match.options['activation']}; a derived family has silu")
+    if ("gate_bias" in match.slots) != ("down_bias" in match.slots):
+        lines.append("MLP: only some of its matrices have biases")
+    return lines
+
+
+def _moe(match: Match) -> list[str]:
+    routing, lines = match.options["routing"], []
+    if routing.score == "softmax" and (routing.scale != 1.0 or routing.groups > 1 or "correction" in match.slots):
+        lines.append(f"router: {routing} with{'' if 'correction' in match.slots else 'out'} a correction bias")
+    if routing.score == "softmax" and "shared_gate" in match.slots:
+        lines.append("experts: shared experts beside a softmax router")
+    if routing.score == "sigmoid" and not (routing.normalized and "correction" in match.slots):
+        lines.append("router: sigmoid scores without normalization or without a correction bias")
+    return lines

@@ -1,0 +1,82 @@
+"""Checks of runs whose engines store matrices in FP8 (sglang.quantization=fp8), before any process starts."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from models.architecture import Architecture
+from models.conversion.expert_stacks import is_stacked
+from mrl.config.process_schema import Transport
+from mrl.config.schema import Config
+from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability
+from mrl.weight_sync.engine_layout import EngineLayout
+from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
+from parallel.dims import ParallelDims
+
+MODEL_KEYS = {"load_format", "json_model_override_args"}
+"""Arguments that mrl sets so that an engine has block scales; see `block_fp8_args`."""
+KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
+"""Arguments of SGLang that choose kernels for matrices in FP8."""
+FIRST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with matrix products in FP8 (Ada)."""
+_INDEX = re.compile(r"\.\d+\.")  # index of a layer or expert in the name of a parameter
+
+
+def is_fp8(config: Config) -> bool:
+    """Whether the engines store matrices in FP8 with block scales."""
+    return config.sglang.get("quantization") == BLOCK_FP8
+
+
+def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, dims: ParallelDims) -> None:
+    """Raise ValueError if the run's engines cannot receive weights in FP8. `arch` and `dims` describe the actor."""
+    prefix, sglang = f"sglang.quantization={BLOCK_FP8}", config.sglang
+    if arch.vision is not None:
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: engines in FP8 start with random weights, and trainers do not send "
+            "the vision tower of an image model; leave sglang.quantization out, or use a language model."
+        )
+    if arch.has_recurrent_layers:
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
+            "leave sglang.quantization out."
+        )
+    if any(is_stacked(name) for row in layout.rows for name in row.hf):
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: if checkpoints stack all experts of a layer in one tensor, trainers "
+            "send the experts only in model.dtype; leave sglang.quantization out."
+        )
+    if config.weight_sync.transport == Transport.disk:
+        raise ValueError(
+            f"{prefix}: trainers send weights in FP8 only to engines that the run starts, and weight_sync.transport=disk writes "
+            "weights in model.dtype; use weight_sync.transport=auto."
+        )
+    dtype = sglang.get("dtype") or config.model.dtype
+    if dtype != "bfloat16":
+        raise ValueError(f"{prefix}: the engines must compute in bfloat16, not in {dtype}; set sglang.dtype=bfloat16.")
+    for name in MODEL_KEYS & sglang.keys():
+        raise ValueError(f"sglang.{name}={sglang[name]!r} is set by mrl with {prefix}; leave it out.")
+    for name in KERNEL_KEYS:
+        if str(sglang.get(name, "")).startswith("flashinfer"):
+            raise ValueError(
+                f"sglang.{name}={sglang[name]}: its kernels reorder weights, which {prefix} forbids; use triton."
+            )
+    # Layers and experts have equal shapes, so one row of each kind is checked.
+    rows = {_INDEX.sub(".#.", row.megatron): row for row in layout.rows}.values()
+    scale_shards(trainer_shards(rows, layout.sizes, dims, lambda _: 0), rows, layout.sizes)
+
+
+def check_fp8_device(server_args: Mapping[str, Any], arch: Architecture) -> None:
+    """Raise ValueError if engines on this device cannot compute in FP8, or cannot receive weights in FP8."""
+    if server_args.get("quantization") != BLOCK_FP8:
+        return
+    if server_args["device"] == "cpu" and arch.num_experts:
+        raise ValueError(
+            f"sglang.quantization={BLOCK_FP8} with sglang.device=cpu: engines on a CPU have no experts in FP8; leave "
+            "sglang.quantization out, or use a model without experts."
+        )
+    found = compute_capability() if server_args["device"] == "cuda" else None
+    if found and found < FIRST_CAPABILITY:
+        raise ValueError(
+            f"sglang.quantization={BLOCK_FP8} on GPUs of compute capability {found[0]}.{found[1]}: SGLang reorders weights for "
+            "its Marlin kernels on GPUs below 8.9, so trainers cannot send new weights; leave sglang.quantization out."
+        )

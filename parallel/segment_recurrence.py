@@ -1,0 +1,215 @@
+"""Recurrent computations over packed sequences with shared prompts: short causal convolution and gated delta rule.
+
+A recurrence passes a state from token to token. In a pack, the first token of a segment continues from the last token of the
+parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. The gated delta
+rule computes chunks of CHUNK tokens in parallel (Yang et al., 2024, "Gated Delta Networks", arXiv:2412.06464, section 3.3). The
+chunks of a pack form a forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all
+chunks with the same number of chunks before them in their sequence, and is computed in one batch. This module does not
+communicate.
+
+In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, and k and
+v are the numbers of channels of a key and of a value.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parallel.attention import gather_rows
+from parallel.device import copy_to_device
+from parallel.packing import PackedSequences, PackLayout
+
+CHUNK = 64  # number of tokens
+_NORM_EPS = 1e-6  # of the L2 norms of queries and keys; the same in transformers and flash-linear-attention
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RecurrencePlan:
+    """Order in which the tokens of a pack are computed. All tensors are int64 indices on the device."""
+
+    num_tokens: int  # S
+    num_rows: int  # L: tokens on this rank, including padding
+    # [S] row of each real token in the concatenated rows of all context-parallel ranks; None: the first S rows, in order
+    rows: Tensor | None
+    # [L] index of each row of this rank among the real tokens, S for padding; None: the first S rows are the tokens, in order
+    own: Tensor | None
+    # for each segment, indices of the `kernel - 1` tokens before the segment in its sequence, and then of its tokens; S: no token
+    history: Tensor
+    convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
+    slots: Tensor  # [S] index of each token among the N*C slots of the chunks
+    tokens: Tensor  # [N*C] index of the token in each slot; S: no token
+    widths: tuple[int, ...]  # number of chunks of each level
+    # for each level, index of each chunk's predecessor in the level before; None: the predecessors are in order
+    previous: tuple[Tensor | None, ...]
+    chunk: int = CHUNK
+
+    @classmethod
+    def of(cls, pack: PackedSequences, kernel: int, device: torch.device, chunk: int = CHUNK) -> "RecurrencePlan":
+        """Return the plan for a pack. `kernel`: number of tokens that the convolution reads for one token."""
+        layout = pack.layout
+        assert layout is not None, "parallel.packing.pack has not made this pack"
+        lengths = layout.lengths
+        segment = np.repeat(np.arange(len(lengths)), lengths)  # [S]
+        place = np.arange(len(segment)) - layout.starts[segment]
+        first, positions, widths, previous = _chunk_forest(layout, chunk)
+        convolved = np.arange(len(segment)) + (kernel - 1) * segment
+        is_split = layout.cp_size > 1
+        own = np.where(pack.source < 0, len(segment), pack.source)
+        slots = positions[first[segment] + place // chunk] * chunk + place % chunk
+        tokens = np.full(len(positions) * chunk, len(segment), np.int64)
+        tokens[slots] = np.arange(len(segment))
+        return cls(
+            num_tokens=len(segment),
+            num_rows=len(pack.source),
+            rows=copy_to_device(layout.global_indices(), device) if is_split else None,
+            own=copy_to_device(own, device) if is_split else None,
+            history=copy_to_device(_history(layout, kernel - 1), device),
+            convolved=copy_to_device(convolved, device) if len(lengths) > 1 else None,
+            slots=copy_to_device(slots, device),
+            tokens=copy_to_device(tokens, device),
+            widths=tuple(widths.tolist()),
+            previous=tuple(None if rows is None else copy_to_device(rows, device) for rows in previous),
+            chunk=chunk,
+        )
+
+    def select_tokens(self, x: Tensor) -> Tensor:
+        """Return the rows [S, ...] of the real tokens. `x`: the concatenated rows of all context-parallel ranks."""
+        return x[: self.num_tokens] if self.rows is None else x.index_select(0, self.rows)
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return the rows [L, ...] of this rank. `x` [S, ...] has all real tokens. Padding is zero."""
+        if self.own is not None:
+            return _select_or_zero(x, self.own)
+        missing = self.num_rows - self.num_tokens
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows `index` of `x` [S, ...]. Row S is zero."""
+    return gather_rows(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), index)
+
+
+def _history(layout: PackLayout, count: int) -> Ints:
+    """Return, for each segment in turn, the indices of the `count` tokens before it in its sequence, and of its tokens."""
+    none = np.full(count, layout.lengths.sum(), np.int64)
+    parts = []
+    for start, length, ancestors in zip(layout.starts, layout.lengths, layout.ancestors, strict=True):
+        before = [np.arange(layout.starts[a], layout.starts[a] + layout.lengths[a]) for a in ancestors]
+        last = np.concatenate([none, *before])
+        parts += [last[len(last) - count :], np.arange(start, start + length)]
+    return np.concatenate(parts)
+
+
+def _chunk_forest(layout: PackLayout, chunk: int) -> tuple[Ints, Ints, Ints, list[Ints | None]]:
+    """Return the chunks of all segments, ordered by level.
+
+    The result is: the index of each segment's first chunk, counted segment by segment; the position of each chunk in the order
+    by level; the number of chunks of each level; and the field `previous` of RecurrencePlan.
+    """
+    counts = -(-layout.lengths // chunk)
+    first = np.cumsum(counts) - counts
+    levels, predecessors = np.zeros(counts.sum(), np.int64), np.arange(counts.sum()) - 1
+    for start, count, ancestors in zip(first, counts, layout.ancestors, strict=True):
+        predecessors[start] = first[ancestors[-1]] + counts[ancestors[-1]] - 1 if ancestors else -1
+        level = levels[predecessors[start]] + 1 if ancestors else 0
+        levels[start : start + count] = level + np.arange(count)
+    order = np.argsort(levels, kind="stable")
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    widths = np.bincount(levels)
+    ends = np.cumsum(widths)
+    previous: list[Ints | None] = [None]
+    for level in range(1, len(widths)):
+        rows = positions[predecessors[order[ends[level - 1] : ends[level]]]] - (ends[level - 1] - widths[level - 1])
+        in_order = len(rows) == widths[level - 1] and (rows == np.arange(len(rows))).all()
+        previous.append(None if in_order else rows)
+    return first, positions, widths, previous
+
+
+def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan) -> Tensor:
+    """Return the depthwise convolution [S, D] of `x` [S, D] with `weight` [D, 1, kernel] along each sequence.
+
+    The last element of a kernel is the factor of the token itself, and the element before it is the factor of the token before.
+    The tokens before the start of a sequence count as zeros.
+    """
+    out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, groups=len(weight))[0].T
+    return out if plan.convolved is None else out.index_select(0, plan.convolved)
+
+
+def gated_delta_rule(
+    query: Tensor,  # [S, n, k]
+    key: Tensor,  # [S, n, k]
+    value: Tensor,  # [S, n, v]
+    log_decay: Tensor,  # [S, n] logarithm of the factor of the state, at most 0
+    beta: Tensor,  # [S, n] weight of the update, from 0 to 1
+    plan: RecurrencePlan,
+) -> Tensor:  # [S, n, v]
+    """Return the outputs of the gated delta rule, computed in float32 or in a wider dtype.
+
+    For each head, token t updates the state M [k, v] of its sequence and reads it (arXiv:2412.06464, equation 10):
+
+        M_t = a M_(t-1) + b k_t (v_t - a M_(t-1)^T k_t)^T,    o_t = M_t^T q_t / sqrt(k)
+
+    where a = exp(log_decay), b = beta, and q_t and k_t are divided by their L2 norms. M is zero before the first token. The steps
+    and their order are those of `torch_chunk_gated_delta_rule` in transformers.
+    """
+    dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
+    query, key, value, log_decay, beta = (x.to(wide) for x in (query, key, value, log_decay, beta))
+    query, key = _l2_norm(query) * query.size(-1) ** -0.5, _l2_norm(key)
+    beta = beta[..., None]
+    query, key, weighted_key, weighted_value = (_chunks(x, plan) for x in (query, key, key * beta, value * beta))
+    decay = _chunks(log_decay[..., None], plan)[..., 0].cumsum(-1)  # [N, n, C] from the start of the chunk
+    out = _scan(query, key, weighted_key, weighted_value, decay, plan)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).to(dtype)
+
+
+def _scan(
+    query: Tensor,  # [N, n, C, k]
+    key: Tensor,  # [N, n, C, k]
+    weighted_key: Tensor,  # [N, n, C, k] times beta
+    weighted_value: Tensor,  # [N, n, C, v] times beta
+    decay: Tensor,  # [N, n, C]
+    plan: RecurrencePlan,
+) -> Tensor:  # [N, n, C, v]
+    """Compute the outputs inside each chunk, and pass the states from level to level."""
+    ones = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=query.device)
+    later, same = ones.triu(1), ones.triu() & ones.tril()
+    distance = decay[..., :, None] - decay[..., None, :]
+    # A token has the distance zero from itself. As a constant, this zero adds nothing to the gradients of `decay`. Otherwise, two
+    # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
+    pairs = distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()  # [N, n, C, C]
+    system = (weighted_key @ key.transpose(-1, -2)) * pairs
+    scores = (query @ key.transpose(-1, -2)) * pairs
+    from_start = decay.exp()[..., None]
+    right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    widths = list(plan.widths)
+    # For each level: the values that a chunk writes if the state before the chunk is zero, and how much this state changes them.
+    values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
+    reads = (query * from_start).split(widths)
+    writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)
+    factors, scores_of = decay[..., -1].exp()[..., None, None].split(widths), scores.split(widths)
+    state = solved.new_zeros(widths[0], query.size(1), query.size(-1), weighted_value.size(-1))
+    written, outputs = values[0], []
+    for level, rows in enumerate(plan.previous):
+        if level:
+            state = state * factors[level - 1] + writes[level - 1] @ written
+            state = state if rows is None else state.index_select(0, rows)
+        written = values[level] - corrections[level] @ state
+        outputs.append(reads[level] @ state + scores_of[level] @ written)
+    return torch.cat(outputs)
+
+
+def _l2_norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+def _chunks(x: Tensor, plan: RecurrencePlan) -> Tensor:
+    """Arrange tokens [S, n, d] in chunks [N, n, C, d]. A chunk that is not full ends with zeros, which change no state."""
+    return _select_or_zero(x, plan.tokens).unflatten(0, (-1, plan.chunk)).transpose(1, 2).contiguous()
