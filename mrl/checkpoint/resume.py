@@ -15,6 +15,7 @@ from models.conversion.hf_reader import weights_fingerprint
 from mrl.checkpoint.run_dir import check_unused, read_run_record
 from mrl.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from mrl.config.schema import Config
+from mrl.config.search_path import quote
 from mrl.config.secrets import config_as_json, flatten_config
 from parallel.trainer_config import LoraConfig
 
@@ -77,33 +78,23 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-_LORA_RANK, _LORA_BASE, _TRAIN_VISION = "lora_rank", "lora_base", "train_vision"
-_KEYS = {
-    _LORA_RANK: "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_targets": "lora.targets",
-    "lora_experts": "lora.experts",
-    _TRAIN_VISION: "model.train_vision",
-}
-"""Names of `model_identity` that a config key decides, with the key."""
+_LORA_RANK, _TRAIN_VISION = "lora.rank", "model.train_vision"
+_KEYS = (_LORA_RANK, "lora.alpha", "lora.targets", "lora.experts", _TRAIN_VISION)
+"""Names of `model_identity` that are config keys."""
+_LORA_BASE = "lora_base"
 
 
-def model_identity(
-    arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False
-) -> dict[str, int | float | str]:
+def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
     """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
     They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have
     adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in
     the folder `model_path`.
     """
-    identity: dict[str, int | float | str] = {}
-    identity.update(arch.sizes)
-    identity.update({"vocabulary": arch.vocab_size, "layers": arch.num_layers})
-    identity.update({_LORA_RANK: lora.rank, _TRAIN_VISION: int(train_vision)})
+    identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}
+    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision}
     if lora.rank:
-        targets = f"[{','.join(sorted(lora.targets))}]"
-        identity.update(dict(lora_alpha=lora.alpha, lora_targets=targets, lora_experts=int(lora.experts)))
+        identity |= {"lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets), "lora.experts": lora.experts}
         identity[_LORA_BASE] = weights_fingerprint(model_path)
     return identity
 
@@ -160,7 +151,7 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
         return dict(command="train", config=newest.state["config"])
 
 
-def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | float | str], models: set[str]) -> None:
+def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, Any], models: set[str]) -> None:
     """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference).
 
     `expected`: `model_identity` of the run's actor.
@@ -169,11 +160,11 @@ def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, int | floa
         return
     path = resume.checkpoint.path
     # earlier versions of mrl had no adapters and no vision towers
-    saved = {_LORA_RANK: 0, _TRAIN_VISION: 0} | resume.checkpoint.state.get("model", {})
+    saved = {_LORA_RANK: 0, _TRAIN_VISION: False} | resume.checkpoint.state.get("model", {})
     new_run = "or start a new run: resume=never with another run.dir."
-    for name, key in _KEYS.items():
-        if saved.get(name) != expected.get(name):
-            value = str(bool(saved[name])).lower() if name in (_TRAIN_VISION, "lora_experts") else saved.get(name)
+    for key in _KEYS:
+        if saved.get(key) != expected.get(key):
+            value = quote(saved.get(key))
             raise ValueError(f"{path}: the checkpoint is from a run with {key}={value}; set the key to it, {new_run}")
     if saved.get(_LORA_BASE) != expected.get(_LORA_BASE):
         raise ValueError(

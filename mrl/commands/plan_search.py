@@ -32,7 +32,7 @@ from mrl.planner.layout_search import (
 )
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import kv_itemsize, trainer_settings
+from mrl.planner.run_memory import kv_itemsize, model_shape, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
@@ -180,8 +180,7 @@ def make_search(config: Config) -> LayoutSearch:
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    dropout = config.megatron.get("hidden_dropout", 0.0)
-    shape = ModelShape.of(family, arch, config.model.train_vision, hidden_dropout=dropout)
+    shape = model_shape(config, hf, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
     if arch.window and not config.trainer.share_prompts:  # see plan_model

@@ -31,7 +31,7 @@ from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import Pools, check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, model_shape, run_memory, trainer_settings
 from mrl.rollout.engines.server_args import has_cuda
 from mrl.weight_sync.engine_layout import EngineParallelSizes
 
@@ -73,11 +73,7 @@ class MemoryEstimator:
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
         """Tensor sizes of each model, by role."""
-        trained, dropout = self.config.model.train_vision, self.config.megatron.get("hidden_dropout", 0.0)
-        return {
-            role: ModelShape.of(family_of(model.hf), model.arch, trained, hidden_dropout=dropout)
-            for role, model in self.models.items()
-        }
+        return {role: model_shape(self.config, model.hf, model.arch) for role, model in self.models.items()}
 
     @cached_property
     def adapters(self) -> ModelShape:

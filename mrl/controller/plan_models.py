@@ -65,7 +65,7 @@ class ModelPlan:
         is_trained_actor = self.optimizer is not None and self.head == "vocabulary"
         return self.config.lora if is_trained_actor and self.config.lora.rank else None
 
-    def identity(self) -> dict[str, int | float | str]:
+    def identity(self) -> dict[str, Any]:
         """Return name -> value: what must be equal in this model and in a checkpoint that it loads. See `model_identity`."""
         return model_identity(self.arch, self.lora or LoraConfig(), self.model_path, self.config.model.train_vision)
 

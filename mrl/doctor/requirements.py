@@ -17,7 +17,7 @@ from mrl.controller.plan_models import (
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import checkpoint_disk_bytes
+from mrl.planner.run_memory import checkpoint_disk_bytes, model_shape
 from parallel.dims import ParallelDims
 
 MAX_CPU_PARAMETERS = 10**9  # training a larger model on CPUs takes too long to be useful
@@ -36,10 +36,7 @@ def requirements_of(config: Config) -> Requirements:
         check_transport(config, pools)
     except ValueError as error:
         return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
-    shapes = {
-        role: ModelShape.of(family_of(model.hf), model.arch, config.model.train_vision)
-        for role, model in models.items()
-    }
+    shapes = {role: model_shape(config, model.hf, model.arch) for role, model in models.items()}
     trained = {
         role: ModelShape.of_adapters(family_of(model.hf), model.arch, model.lora) if model.lora else shapes[role]
         for role, model in models.items()

@@ -12,6 +12,9 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from models.architecture import Architecture
+from models.families import family_of
+from models.hf_config import HFConfig
 from mrl.config.process_schema import HardwareConfig, LoraSync
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
@@ -223,6 +226,12 @@ def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
         return 0
     worst = replace(actor.settings, imbalance=float(actor.dims.ep))
     return trainer_memory(actor.shape, actor.dims, worst).by_phase["update"] - memory.by_phase["update"]
+
+
+def model_shape(config: Config, hf: HFConfig, arch: Architecture) -> ModelShape:
+    """Return the tensor sizes of a model of a run. `hf`: config.json of the model. `arch`: its sizes and parts."""
+    dropout = config.megatron.get("hidden_dropout", 0.0)
+    return ModelShape.of(family_of(hf), arch, config.model.train_vision, hidden_dropout=dropout)
 
 
 def trainer_settings(config: Config, context: int, role: str = "actor", **fields: Any) -> TrainerSettings:
