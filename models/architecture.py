@@ -242,6 +242,8 @@ class Family:
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
+    # whether SGLang stores some weights in the dtype of config.json instead of the dtype of the engine
+    engine_reads_dtype: bool = False
     # arguments of the SGLang servers of a training run, unless the user sets them
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
@@ -290,6 +292,15 @@ class Family:
                 f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
                 f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
                 "(rollout.replay)."
+            )
+
+    def check_engine_dtype(self, config: HFConfig, dtype: str) -> None:
+        """Raise ValueError if an SGLang engine of this dtype would store some weights in another dtype."""
+        stored = config.fields.get("dtype") or config.fields.get("torch_dtype") or dtype
+        if self.engine_reads_dtype and stored != dtype:
+            raise ValueError(
+                f"{config.path}: dtype is {stored}, but the engines compute in {dtype}; SGLang 0.5.23 stores weights of "
+                f'{self.architecture} in the dtype of this file. Write "dtype": "{dtype}" there.'
             )
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:

@@ -114,6 +114,7 @@ GPT_OSS = Family(
     engine_float32=("experts.w13_weight_bias", "experts.w2_weight_bias"),
     engine_unsupported_parts=frozenset([_TIED]),
     engine_needs_gpu=True,  # because of the attention sinks
+    engine_reads_dtype=True,
     # Otherwise, if the package triton_kernels is installed, SGLang would transpose the matrices of the experts.
     engine_args=dict(moe_runner_backend="triton"),
 )

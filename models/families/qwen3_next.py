@@ -217,6 +217,7 @@ QWEN3_5 = Family(
     engine_float32=("linear_attn.A_log",),
     engine_renames=_ENGINE_RENAMES,
     engine_needs_gpu=True,
+    engine_reads_dtype=True,
     has_mtp_layers=True,
 )
 
@@ -265,5 +266,6 @@ QWEN3_NEXT = Family(
     engine_float32=("linear_attn.A_log",),
     engine_renames=_ENGINE_RENAMES,
     engine_needs_gpu=True,
+    engine_reads_dtype=True,
     has_mtp_layers=True,
 )

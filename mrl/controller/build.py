@@ -105,9 +105,7 @@ def _certified_engine(plan: ModelPlan, folder: Path) -> Iterator[EngineClient]:
     config = plan.config
     arguments = default_server_args(config.certify.dtype, plan.context, device=config.sglang.get("device"))
     if arguments["device"] == "cuda":
-        # The trainer rank may be on the same GPU. FlashAttention and FlashInfer have no float32 kernels.
-        arguments["mem_fraction_static"] = SHARED_GPU_FRACTION
-        arguments |= dict(attention_backend="torch_native") if config.certify.dtype == "float32" else {}
+        arguments["mem_fraction_static"] = SHARED_GPU_FRACTION  # the trainer rank may be on the same GPU
     arguments |= config.sglang | recording_args(folder) | {DETERMINISTIC: config.rollout.deterministic}
     arguments |= dict(
         model_path=str(Path(plan.model_path).resolve()), tp_size=config.rollout.engine_tp, random_seed=config.run.seed

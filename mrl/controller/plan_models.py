@@ -381,6 +381,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     if not config.rollout.engine_urls:
         advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
         check_engine_device(config, family, advice=advice)
+        check_engine_dtype(config, actor.hf, config.model.dtype, config.rollout.deterministic)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     if config.weight_sync.transport != Transport.disk:
@@ -421,6 +422,21 @@ def check_engine_device(config: Config, family: Family, key: str = "model.path",
     """
     if family.engine_needs_gpu and _engines_use_cpus(config):
         raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
+
+
+def check_engine_dtype(
+    config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
+) -> None:
+    """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
+
+    `section`: the section with the key `deterministic`, whose value is `deterministic`.
+    """
+    family_of(hf).check_engine_dtype(hf, dtype)
+    if dtype == "float32" and not deterministic and not _engines_use_cpus(config):
+        raise ValueError(
+            f"{key}=float32: on GPUs, SGLang 0.5.23 normalizes float32 only in deterministic inference; use {key}=bfloat16, "
+            f"or set {section}.deterministic=true."
+        )
 
 
 def _engines_use_cpus(config: Config) -> bool:

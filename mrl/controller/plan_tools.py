@@ -19,6 +19,7 @@ from mrl.controller.plan_fp8 import is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
+    check_engine_dtype,
     check_layout,
     engine_layout,
     gpu_transport,
@@ -102,6 +103,7 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             f"certify.prompt_tokens + certify.response_tokens = {longest}: the model's context has {plan.context} tokens; use "
             "smaller values."
         )
+    check_engine_dtype(config, plan.hf, config.certify.dtype, config.rollout.deterministic, key="certify.dtype")
     return plan, engine_layout(config, plan)
 
 

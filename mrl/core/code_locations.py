@@ -1,9 +1,10 @@
-"""Locations of mrl's own files and of the user's code.
+"""Locations of mrl's own files and of the user's code, and how processes import them.
 
 A checkout has the folders `conf` and `slurm` and the lock files at its root. `setup.py` installs them into the package `mrl`.
 Errors of the user's code, such as a reward or a loss, are reported with the user's own file, line and function.
 """
 
+import gc
 import inspect
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -53,6 +55,22 @@ def add_working_directory() -> None:
     os.environ[WORKING_DIRECTORY] = folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Turn garbage collection off while the block imports large packages, which then takes about a fifth less CPU time.
+
+    Imports create many objects and hardly any garbage. After the block, collections skip all objects that exist by then.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?', re.MULTILINE)

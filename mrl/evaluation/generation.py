@@ -22,7 +22,13 @@ from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import Config
-from mrl.controller.plan_models import chat_template, check_engine_device, make_input_files, max_prompt_length
+from mrl.controller.plan_models import (
+    chat_template,
+    check_engine_device,
+    check_engine_dtype,
+    make_input_files,
+    max_prompt_length,
+)
 from mrl.controller.plan_prompts import find_unscored
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
@@ -190,6 +196,7 @@ def plan_generation(config: Config) -> GenerationPlan:
     store = ResponseStore(folder, _response_settings(config, model, files))
     if not (config.rollout.engine_urls or store.finished):
         check_engine_device(config, family_of(model.hf))
+        check_engine_dtype(config, model.hf, config.model.dtype, config.generate.deterministic, "generate")
     return GenerationPlan(config, store, model, sources, rewards, sampling)
 
 

@@ -21,7 +21,7 @@ from models.conversion.resumable_folder import ByteProgress
 from models.families import family_of
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization, engine_key
-from mrl.controller.plan_models import check_engine_device
+from mrl.controller.plan_models import check_engine_device, check_engine_dtype
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
 from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model
@@ -102,6 +102,7 @@ def plan_harness(config: Config) -> HarnessPlan:
     model = find_model(config)
     if not config.rollout.engine_urls:
         check_engine_device(config, family_of(model.hf))
+        check_engine_dtype(config, model.hf, config.model.dtype, config.generate.deterministic, "generate")
     if any(sign in f"{model.folder.resolve()}{Path(config.model.path).name}" for sign in ",="):
         raise ValueError(
             f"model.path={config.model.path}: evaluate.harness cannot pass a path with , or = to lm_eval; rename it."

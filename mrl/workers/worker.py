@@ -16,6 +16,7 @@ import ray
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.config.process_schema import WeightSyncConfig
+from mrl.core.code_locations import quick_imports
 from mrl.core.run_warnings import forward_warnings
 from mrl.core.types import (
     Column,
@@ -112,11 +113,12 @@ class TrainWorker:
         forward_warnings(title, run_dir)
         record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
         self._collectives = CollectiveLog(record.with_suffix(".ops"))
-        from parallel import device  # imports torch, which the driver does not need
+        with quick_imports():  # of torch, which the driver does not need
+            from parallel import device
 
-        device.patch_megatron_for_cpu()
+            device.patch_megatron_for_cpu()
+            from parallel.step_profile import StepProfiler
         device.set_threads()
-        from parallel.step_profile import StepProfiler  # imports torch
 
         self._profiler = StepProfiler(self.run_dir / "profile", f"{self.role}-rank{rank}")
 
@@ -131,8 +133,9 @@ class TrainWorker:
     ) -> None:
         """Join the process group and build this rank's part of the model, which has the output head `head`."""
         # These modules import Megatron. They are imported here, after __init__ has called patch_megatron_for_cpu.
-        from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
-        from parallel import collectives, groups
+        with quick_imports():
+            from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
+            from parallel import collectives, groups
 
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)

@@ -15,7 +15,7 @@ from mrl.config.process_schema import FaultToleranceConfig
 from mrl.core.code_locations import python_path
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.engines import hosts, ray_engine, server
+from mrl.rollout.engines import hosts, launch_sglang, ray_engine, server
 from mrl.rollout.engines.hosts import EngineServers
 from mrl.rollout.engines.ray_engine import group_by_node, visible_devices_env
 from mrl.rollout.engines.server import EngineServer
@@ -55,6 +55,16 @@ def test_ranks_on_several_nodes_do_not_use_a_rendezvous_file(tmp_path):
     variable = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
     assert environment(tmp_path)[variable] == f"file://{tmp_path}/rendezvous"
     assert variable not in environment(tmp_path, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:20000")
+
+
+def test_an_engine_in_float32_multiplies_in_float32_unless_the_user_wants_tf32(monkeypatch):
+    variables = ("NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variables[0], "1")
+    launch_sglang.forbid_tf32()
+    found = [os.environ.pop(name) for name in variables]
+    assert found == ["1", "ieee"]
 
 
 # A child that the server spawns runs the module again, under the name __mp_main__.

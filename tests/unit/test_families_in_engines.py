@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811 - fixtures of another file
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,17 @@ def test_a_published_style_of_gated_delta_nets_has_an_engine(fields, name):
     assert [arch.is_recurrent(layer) for layer in range(2)] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("name", "stored", "is_refused"),
+    [("gpt_oss", "float32", True), ("qwen3_5", "float32", True)]
+    + [("gpt_oss", "bfloat16", False), ("gpt_oss", None, False), ("qwen3", "float32", False)],
+)
+def test_an_engine_that_takes_the_dtype_of_config_json_must_find_its_own(fields, name, stored, is_refused):
+    config = HFConfig("config.json", fields(name) | dict(dtype=stored, torch_dtype=None))
+    with pytest.raises(ValueError, match='Write "dtype": "bfloat16" there') if is_refused else nullcontext():
+        family_of(config).check_engine_dtype(config, "bfloat16")
+
+
 def test_an_engine_divides_the_heads_of_gated_delta_nets(fields):
     arch = read(fields("qwen3_5") | dict(linear_num_key_heads=2))
     check_heads(arch, EngineParallelSizes(tp=2))
@@ -155,6 +167,31 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
         return
     with pytest.raises(
         ValueError, match=r"rollout.engine_tp=4: .* 2 key/value heads of Olmo2ForCausalLM; use at most 2"
+    ):
+        engine_topology(config, actor)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "device", "is_refused"),
+    [
+        ("float32", "false", "cuda", True),
+        ("float32", "true", "cuda", False),
+        ("bfloat16", "false", "cuda", False),
+        ("float32", "false", "cpu", False),
+    ],
+)
+def test_engines_on_gpus_compute_in_float32_only_in_deterministic_inference(
+    fields, tmp_path, dtype, deterministic, device, is_refused
+):
+    hf = HFConfig("config.json", fields("qwen3"))
+    actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
+    keys = [f"model.path={tmp_path}", f"model.dtype={dtype}", "run.dir=out", f"rollout.deterministic={deterministic}"]
+    keys += ["cluster=h100"] if device == "cuda" else ["sglang.device=cpu"]
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
+    with (
+        pytest.raises(ValueError, match=r"^model.dtype=float32: .* or set rollout.deterministic=true\.$")
+        if is_refused
+        else nullcontext()
     ):
         engine_topology(config, actor)
 

@@ -1,10 +1,13 @@
 """Imports that a trainer process without a GPU avoids, and imports that commands without a cluster avoid."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from mrl.core.code_locations import quick_imports
 
 PROGRAM = """
 import sys
@@ -13,6 +16,8 @@ device.patch_megatron_for_cpu()
 import models.model_builder
 from megatron.core.fusions import fused_bias_swiglu
 import torch
+
+from mrl.core.code_locations import quick_imports
 gate = torch.ones(2, 4, requires_grad=True)
 fused_bias_swiglu.swiglu(gate).sum().backward()
 print("torch._inductor.compile_fx" in sys.modules)
@@ -34,3 +39,13 @@ def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
     program = f"import sys, {modules}; print({{'ray', 'sglang'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+def test_large_packages_are_imported_without_garbage_collection():
+    frozen = gc.get_freeze_count()
+    try:
+        with quick_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > frozen, "later collections skip what was imported"
+    finally:
+        gc.unfreeze()

@@ -27,6 +27,11 @@ from mrl.rollout.engines.server_args import (
 )
 
 
+def test_an_engine_on_a_gpu_has_attention_kernels_for_its_dtype():
+    assert default_server_args("float32", 64, device="cuda")["attention_backend"] == "triton"
+    assert "attention_backend" not in default_server_args("bfloat16", 64, device="cuda"), "SGLang chooses"
+
+
 def test_argument_names_from_the_source_are_those_of_the_class():
     from sglang.srt.server_args import ServerArgs
 

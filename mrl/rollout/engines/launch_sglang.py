@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.secrets import redacted
+from mrl.core.code_locations import quick_imports
 from mrl.core.run_warnings import forward_warnings
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
 from mrl.rollout.engines.batch_spans import register_hooks
@@ -59,6 +60,8 @@ def main() -> None:
     arguments.unlink()  # the file contains the API key
     register_server()
     limit_model_imports(Path(fields["model_path"]))
+    if fields.get("dtype") == "float32":
+        forbid_tf32()
     if fields.get("device") == "cpu":
         check_plugin_installed()
     serve(fields)
@@ -86,6 +89,15 @@ def check_plugin_installed() -> None:
         )
 
 
+def forbid_tf32() -> None:
+    """Let a GPU multiply float32 matrices in float32, as the trainer ranks do. A variable that the user has set is kept.
+
+    By default, Triton's kernels would multiply them in the format TF32, whose products have only three correct digits.
+    """
+    for name, value in (("NVIDIA_TF32_OVERRIDE", "0"), ("TRITON_F32_DEFAULT", "ieee")):
+        os.environ.setdefault(name, value)
+
+
 def limit_model_imports(model_path: Path) -> None:
     """Let SGLang import only the files that define the architecture of this model, instead of all 250 model files.
 
@@ -106,11 +118,12 @@ def limit_model_imports(model_path: Path) -> None:
 
 def serve(fields: dict[str, Any]) -> None:
     """Import SGLang and run its HTTP server."""
-    import torch  # imported here because these imports take seconds, and `main` runs its checks before them
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ServerArgs
+    with quick_imports():  # here, because these imports take seconds, and `main` runs its checks before them
+        import torch
+        from sglang.srt.entrypoints.http_server import launch_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.server_args import ServerArgs
 
     HookRegistry.register(f"{SERVER_ARGS}.PortArgs.init_new", list_shared_memory_file, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)

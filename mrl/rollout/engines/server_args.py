@@ -255,7 +255,9 @@ def default_server_args(
         log_level="warning",
     )
     if device == "cuda":
-        return common | dict(mem_fraction_static=mem_fraction_static)
+        # FlashAttention and FlashInfer, SGLang's defaults, have no float32 kernels.
+        attention = dict(attention_backend="triton") if dtype == "float32" else {}
+        return common | dict(mem_fraction_static=mem_fraction_static) | attention
     return common | dict(
         attention_backend=ATTENTION_BACKEND,
         sampling_backend="pytorch",
