@@ -22,6 +22,8 @@ from mrl.workers.dp_partition import Packing, partition_step
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
+WORKSPACES = 80 * 2**20  # bytes: cuBLAS and Transformer Engine keep a workspace of 32 MiB each on a Hopper GPU
+
 
 def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
     import torch
@@ -64,7 +66,7 @@ def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
         assert weights > 50e6 / dims.world_size and state > 5 * weights / dims.world_size
         assert loaded - without_state >= state, (loaded, without_state, state)
         assert loaded - held() >= weights + state, (loaded, held(), weights, state)
-        assert offloaded < 0.2 * weights
+        assert offloaded < 0.2 * weights + WORKSPACES, (offloaded, weights, state)
         assert all(block.is_pinned() for block in host_copies())
     assert kept - offloaded >= weights, (kept, offloaded, weights)
     addresses = [block.data_ptr() for block in host_copies()]
