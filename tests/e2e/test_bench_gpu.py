@@ -73,8 +73,8 @@ def test_the_results_are_right(report):
     rows = {
         row["case"]: {v["quantity"]: v["value"] for v in row["values"]} for s in report["sections"] for row in s["rows"]
     }
-    assert rows["programs of tests/gpu"] == {"passed": 3, "failed": 0}
-    assert len(report["programs"]) == 3 and set(report["programs"].values()) == {"passed"}
+    assert rows["programs of tests/gpu"] == {"passed": 6, "failed": 0}
+    assert len(report["programs"]) == 6 and set(report["programs"].values()) == {"passed"}
     assert all(
         test.startswith("tests/gpu/test_") and (PACKAGE_ROOT / test.split("::")[0]).is_file()
         for test in report["programs"]
