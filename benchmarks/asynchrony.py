@@ -172,7 +172,7 @@ def _run(
         sequences = rollouts.prompt_lengths + rollouts.response_lengths
         time.sleep(speeds.training(float(sequences.sum()), 1.0))
         trained = time.monotonic()
-        with manager.worker.paused() if rollouts.untrained_requests else nullcontext():
+        with manager.worker.recorded_as_paused() if rollouts.untrained_requests else nullcontext():
             _push(coordinator, step + 1, speeds.push_s)
         before, now = now, time.monotonic()
         run.step_s.append(now - before)

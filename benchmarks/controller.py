@@ -396,7 +396,7 @@ def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str)
         actor=group,
         scheduler=MemoryScheduler(frozenset()),
         settings=WeightSyncConfig(),
-        startup=Startup(),
+        startup_display=Startup(),
         weights_dir=run_dir,
         start_timeout_s=300.0,
         marks_pushes_as_pauses=False,

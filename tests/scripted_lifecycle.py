@@ -23,20 +23,20 @@ class ScriptedEngineProcesses:
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
         return self.urls
 
-    def alive(self) -> bool:
+    def rollout_worker_answers(self) -> bool:
         return True
 
     def restart(self) -> None:
         raise AssertionError("tests do not restart the rollout worker")
 
-    def set_paused(self, paused: bool) -> None:
+    def record_paused(self, paused: bool) -> None:
         self.pauses.append(paused)
 
     def set_adapter(self, name: str, urls: Sequence[str]) -> None:
         self.adapters.append((name, urls))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def recorded_as_paused(self) -> Iterator[None]:
         yield
 
 
@@ -69,7 +69,7 @@ def scripted_lifecycle(
         actor=ScriptedRanks(push_weights=push, connect_engines=lambda urls, *_: [connect(urls)]),
         scheduler=scheduler,
         settings=WeightSyncConfig(**settings),
-        startup=SimpleNamespace(ready=lambda text: None),  # type: ignore[bad-argument-type]
+        startup_display=SimpleNamespace(ready=lambda text: None),  # type: ignore[bad-argument-type]
         weights_dir="unused",
         start_timeout_s=1.0,
         marks_pushes_as_pauses=False,

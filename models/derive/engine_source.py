@@ -22,7 +22,7 @@ class EngineSource:
     stacked: dict[str, tuple[str, ...]]  # module that SGLang has -> modules of the checkpoint, in order
     expert_matrices: tuple[str, str, str] | None  # names of gate, up and down of an expert
 
-    def reads(self, name: str) -> bool:
+    def mentions(self, name: str) -> bool:
         """Whether the source mentions the config field."""
         return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
 

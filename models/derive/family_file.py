@@ -72,13 +72,14 @@ class FamilyPlan:
     """The content of a family file."""
 
     architecture: str
-    groups: list[tuple[str, Rows]]  # code and rows of each group of the table, see models.derive.rows
+    row_groups: list[tuple[str, Rows]]  # code and rows of each group of the table, see models.derive.rows
     summary: str = ""  # first line of the docstring
     parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
     is_latent: bool = False
-    checks_full_attention: bool = False  # whether the config has fields for sliding windows, which must be off
+    # whether a config may name layers without full attention, which `translate` must refuse by check_full_attention
+    must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
-    expected: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
+    fixed_fields: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
     fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     unsupported_parts: tuple[str, ...] = ()
@@ -115,10 +116,10 @@ class FamilyPlan:
         lines.append(
             f'    """Translate a config of {self.architecture}. Raises ValueError if a value is not supported."""'
         )
-        if self.checks_full_attention:
+        if self.must_check_full_attention:
             lines.append("    check_full_attention(config)")
-        if self.expected:
-            lines.append(_call("    config.expect(", _keywords(self.expected), ")"))
+        if self.fixed_fields:
+            lines.append(_call("    config.expect(", _keywords(self.fixed_fields), ")"))
         if self.is_latent:
             lines.append(LATENT_FIELDS.rstrip())
         arguments = ["config", *self._parts(lines), *self.arguments]
@@ -140,7 +141,7 @@ class FamilyPlan:
         return ["parts=frozenset(part for part, is_present in optional_parts.items() if is_present)"]
 
     def _family(self) -> str:
-        table = "".join(f"        {code},\n" for code, _ in self.groups)
+        table = "".join(f"        {code},\n" for code, _ in self.row_groups)
         fusions = "".join(f'        "{name}": {_tuple(parts)},\n' for name, parts in self.fusions.items())
         lines = [f"{self.constant} = Family("]
         lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]

@@ -327,5 +327,5 @@ def _shared_outputs(shared: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[d
     for names in permutations(shared):
         gate, up, down = (shared[name] for name in names)
         if gate.shape == up.shape == down.shape[::-1] and up.shape[1] == x.shape[-1]:
-            slots = dict(zip(("shared_gate", "shared_up", "shared_down"), names, strict=True))
+            slots = dict(zip(("shared_gate_proj", "shared_up_proj", "shared_down_proj"), names, strict=True))
             yield slots, gated_mlp(x, gate, up, down, "silu")

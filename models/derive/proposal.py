@@ -1,4 +1,7 @@
-"""Proposes a family: runs the probes, and turns what they found into the plan of a family file."""
+"""Proposes a model family: finds by experiments on tiny random models what each tensor does, and plans the family file.
+
+The experiments are called probes.
+"""
 
 import re
 from collections.abc import Mapping
@@ -48,6 +51,12 @@ _WITHOUT_DEFAULT = {
     "max_window_layers",
     "num_mtp_layers",
 }  # a family reads these fields only if the config has them, so they need no default
+# What a variant showed (whether it had other tensors or logits; None: not tested) -> end of a note about the changed field
+_EFFECTS = {
+    True: "; another value changed the tensors or the logits of the tiny model",
+    False: "; another value changed neither the tensors nor the logits of the tiny model",
+    None: "",
+}
 _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
 
 
@@ -55,7 +64,7 @@ _HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attentio
 class Proposal:
     """A proposed family, what the probes found, and what is unknown."""
 
-    found: dict[str, Any]  # fields of the config
+    config_fields: dict[str, Any]  # fields of the config
     tiny: dict[str, Any]  # fields of the tiny config, see `shrink`
     variants: list[Variant]  # the first one is the tiny config itself
     plan: FamilyPlan
@@ -65,13 +74,18 @@ class Proposal:
 
     @property
     def models_to_prove(self) -> list[tuple[str, dict[str, Any]]]:
-        """(title, fields) of the tiny config, and of each variant with other tensors that the family accepts."""
+        """(title, fields) of each model to compare: the tiny model, and variants.
+
+        The variants are those that the family accepts and whose structure differs from that of the tiny model.
+        """
         base = self.variants[0].structure
         configs = [("the tiny model", self.tiny)]
         for variant in self.variants[1:]:
             is_supported = variant.changes_outputs and not variant.problems and _differs(variant.structure, base)
-            if is_supported and variant.changed not in self.plan.expected:
-                configs.append((f"{variant.changed}={variant.fields[variant.changed or '']!r}", variant.fields))
+            if is_supported and variant.changed_field not in self.plan.fixed_fields:
+                configs.append(
+                    (f"{variant.changed_field}={variant.fields[variant.changed_field or '']!r}", variant.fields)
+                )
         return configs
 
 
@@ -79,17 +93,18 @@ def _differs(structure: Structure, other: Structure) -> bool:
     return (structure.layers, structure.top) != (other.layers, other.top)
 
 
-def propose(found: dict[str, Any]) -> Proposal:
+def propose(config_fields: dict[str, Any]) -> Proposal:
     """Probe a random model with the structure of this config, and propose a family, which is not proven yet.
 
-    `found`: fields of config.json. The proposal names all operators and fields that are unknown.
+    `config_fields`: fields of config.json. The proposal names all unknown operators. If the family can be planned, the proposal
+    also names all fields that the family does not read.
     """
-    tiny = shrink(found)
+    tiny = shrink(config_fields)
     variants = make_variants(tiny)
-    architecture = found["architectures"][0]
+    architecture = config_fields["architectures"][0]
     plan = FamilyPlan(architecture, [], f"{architecture}, derived from a config of transformers.")
-    proposal = Proposal(found, tiny, variants, plan, list(variants[0].problems))
-    if found.get("quantization_config"):
+    proposal = Proposal(config_fields, tiny, variants, plan, list(variants[0].problems))
+    if config_fields.get("quantization_config"):
         proposal.problems.append(
             "quantization_config: mrl loads weights in bfloat16, float16 or float32; convert them first"
         )
@@ -100,7 +115,7 @@ def propose(found: dict[str, Any]) -> Proposal:
         _plan_engine(proposal)
         _plan_fields(proposal)
     except (KeyError, ValueError) as error:  # a part is missing, because a probe failed; the problems name the probe
-        proposal.problems.append(f"table: {error}")
+        proposal.problems.append(f"the family could not be planned: {type(error).__name__}: {error}")
     return proposal
 
 
@@ -120,12 +135,12 @@ def _plan_table(proposal: Proposal) -> None:
     plan.parts = {part: condition.code() for part, condition in conditions.items()}
     if "shared_experts" in conditions:
         plan.parts["shared_experts"] = 'config["n_shared_experts"]'
-    plan.groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)
+    plan.row_groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)
     plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(variants[0])
     if "moe" in slots:
         plan.arguments += _moe_arguments(proposal)
     known = known_fields(proposal.tiny)
-    plan.checks_full_attention = "use_sliding_window" in known or (
+    plan.must_check_full_attention = "use_sliding_window" in known or (
         "layer_types" in known and not plan.is_latent and set(known["layer_types"] or []) <= {"full_attention"}
     )
 
@@ -158,8 +173,11 @@ def _moe_arguments(proposal: Proposal) -> list[str]:
         return ["**read_sigmoid_routed_moe(config)"]
     normalized = normalization_field(supported)
     if layers is None or normalized is None:
-        what = "layers with experts" if layers is None else "normalization of the router's weights"
-        proposal.problems.append(f"{what}: no known config field decides about them")
+        proposal.problems.append(
+            "layers with experts: no known config field says which they are"
+            if layers is None
+            else "router: no known config field says whether the weights of the chosen experts are normalized to sum 1"
+        )
         return []
     counts = [name for name in EXPERT_COUNTS if name != "n_routed_experts"]
     count = f"config.any_spelling({', '.join(f'{chr(34)}{n}{chr(34)}' for n in counts)})"
@@ -180,42 +198,47 @@ def _plan_engine(proposal: Proposal) -> None:
     if source is None:
         plan.engine_is_native = False
         proposal.notes.append(
-            f"SGLang: the installed SGLang has no {plan.architecture}: engine_is_native=False, and mrl train refuses the model"
+            f"SGLang: the installed SGLang has no {plan.architecture}, so the family has engine_is_native=False: mrl sft trains "
+            "the model, and mrl train only from recorded rollouts (rollout.replay)"
         )
     else:
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
-        plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.reads(names[0]))
-        rows = [row for _, group in plan.groups for row in group if row.part not in plan.unsupported_parts]
+        plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.mentions(names[0]))
+        rows = [row for _, group in plan.row_groups for row in group if row.part not in plan.unsupported_parts]
         plan.fusions = source.fusions({name for row in rows for name in row.hf})
-    cls = AutoModelForCausalLM._model_mapping[config_class(proposal.found)]
+    cls = AutoModelForCausalLM._model_mapping[config_class(proposal.config_fields)]
     ignored = cls._keys_to_ignore_on_load_unexpected or ()
     plan.has_mtp_layers = any(re.match(r"(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)
 
 
 def _plan_fields(proposal: Proposal) -> None:
-    """Find the fields that the family does not read. Let the family refuse every other value of these fields."""
-    plan, cls = proposal.plan, config_class(proposal.found)
+    """Find the fields that the family does not read.
+
+    Let the family refuse any value of these fields that differs from the value in this config.
+    """
+    plan, cls = proposal.plan, config_class(proposal.config_fields)
     available = DEFAULTS | FULL_ATTENTION_DEFAULTS | SIGMOID_ROUTED_MOE_DEFAULTS | dict(head_dim=None, qk_head_dim=None)
     available |= {name: value for name, value in class_defaults(cls).items() if name not in SIZE_FIELDS}
     available |= rope_defaults(cls)
     plan.defaults = available
     family = family_from_code(plan)
     read, rest = set(), {}
-    for fields in (written_fields(proposal.tiny), proposal.found):
+    for fields in (written_fields(proposal.tiny), proposal.config_fields):
         reading = HFConfig(Path("config.json"), fields).start_reading(available)
         family.translate(reading)
         read |= reading.read_fields
         rest |= {name: fields[name] for name in fields.keys() - reading.read_fields - _IGNORED}
-    influence = {v.changed: v.changes_outputs for v in proposal.variants}
+    influence = {v.changed_field: v.changes_outputs for v in proposal.variants}
     for name, value in sorted(rest.items()):
-        effects = {True: ", which changes the outputs", False: ", which does not change the logits", None: ""}
-        effect = effects[influence.get(name)]
-        proposal.notes.append(f"field {name}={value!r}: not known; the family refuses another value{effect}")
-    plan.expected = dict(sorted(rest.items()))
+        effect = _EFFECTS[influence.get(name)]
+        proposal.notes.append(
+            f"field {name}={value!r}: the family does not read this field and refuses any other value{effect}"
+        )
+    plan.fixed_fields = dict(sorted(rest.items()))
     plan.defaults = {
         name: value
-        for name, value in (plan.expected | available).items()
-        if name in plan.expected or name in read - SIZE_FIELDS - _WITHOUT_DEFAULT
+        for name, value in (plan.fixed_fields | available).items()
+        if name in plan.fixed_fields or name in read - SIZE_FIELDS - _WITHOUT_DEFAULT
     }
 
 

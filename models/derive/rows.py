@@ -174,15 +174,17 @@ def _moe_group(slots: dict[str, str], norm: str) -> tuple[str, Rows]:
     arguments = moe_arguments(slots)
     if arguments and tuple(rows) == moe_mlp(*arguments):
         code = f"*moe_mlp({', '.join(map(repr, arguments))})".replace("'", '"')
-        if "correction" not in slots and "shared_gate" not in slots:
+        if "correction" not in slots and "shared_gate_proj" not in slots:
             return code, tuple(rows)
     if "correction" in slots:
         name, bias = f"{_MLP}.router.expert_bias", (slots["correction"],)
         rows.append(ParamMapping(name, bias, (("experts",),), present_in=where, is_buffer=True))
-    if "shared_gate" in slots:
+    if "shared_gate_proj" in slots:
         shared, part = f"{_MLP}.shared_experts.linear_fc", "shared_experts"
-        rows.append(_gated(f"{shared}1.weight", (slots["shared_gate"], slots["shared_up"]), "shared_ffn", where, part))
-        rows.append(_down(f"{shared}2.weight", slots["shared_down"], "shared_ffn", where, part))
+        rows.append(
+            _gated(f"{shared}1.weight", (slots["shared_gate_proj"], slots["shared_up_proj"]), "shared_ffn", where, part)
+        )
+        rows.append(_down(f"{shared}2.weight", slots["shared_down_proj"], "shared_ffn", where, part))
     return _named("SIGMOID_ROUTED_MOE", tuple(rows))
 
 

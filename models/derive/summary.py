@@ -54,5 +54,5 @@ def _block(matches: list[Match]) -> Line:
 
 
 def _variant_evidence(proposal: Proposal, code: str) -> str:
-    changed = [v.changed for v in proposal.variants if v.changed and f'"{v.changed}"' in code]
+    changed = [v.changed_field for v in proposal.variants if v.changed_field and f'"{v.changed_field}"' in code]
     return f"tensors with {changed[0]} changed" if changed else "all variants"

@@ -27,13 +27,14 @@ def _attention(match: Match, fields: dict) -> list[str]:
     if options.rope == "interleaved":
         lines.append("attention: RoPE rotates interleaved pairs (2i, 2i + 1); mrl rotates pairs (i, i + D/2)")
     if options.rope == "none":
-        lines.append("attention: some layers have no rotary embedding")
+        lines.append("attention: a layer has no rotary embedding")
     if options.window is not None:
         lines.append(f"attention: sliding window of {options.window} tokens in the tiny model")
     if options.softcap is not None:
         lines.append(f"attention: soft cap of the scores, {options.softcap}{fields_with(fields, options.softcap)}")
     if options.scale is not None:
-        lines.append(f"attention: scores are multiplied by {options.scale:.6g}{fields_with(fields, options.scale)}")
+        factor = f"{options.scale:.6g}{fields_with(fields, options.scale)}"
+        lines.append(f"attention: the factor of the scores is {factor}, not 1/sqrt(head size)")
     if options.norm in ("after", "whole"):
         where = "after the rotary embedding" if options.norm == "after" else "over all heads together"
         lines.append(
@@ -65,9 +66,12 @@ def _mlp(match: Match) -> list[str]:
 
 def _moe(match: Match) -> list[str]:
     routing, lines = match.options["routing"], []
-    if routing.score == "softmax" and (routing.scale != 1.0 or routing.groups > 1 or "correction" in match.slots):
-        lines.append(f"router: {routing} with{'' if 'correction' in match.slots else 'out'} a correction bias")
-    if routing.score == "softmax" and "shared_gate" in match.slots:
+    further = [f"a scale of {routing.scale:g}"] if routing.scale != 1.0 else []
+    further += ["groups of experts"] if routing.groups > 1 else []
+    further += ["a correction bias"] if "correction" in match.slots else []
+    if routing.score == "softmax" and further:
+        lines.append(f"router: softmax scores with {' and '.join(further)}; a derived family cannot combine these")
+    if routing.score == "softmax" and "shared_gate_proj" in match.slots:
         lines.append("experts: shared experts beside a softmax router")
     if routing.score == "sigmoid" and not (routing.normalized and "correction" in match.slots):
         lines.append("router: sigmoid scores without normalization or without a correction bias")

@@ -31,7 +31,7 @@ PARTS = {
     "q_lora": ("latent_attention", "q_a"),
     "full_rank_q": ("latent_attention", "q"),
     "mlp_bias": ("mlp", "gate_bias"),
-    "shared_experts": ("moe", "shared_gate"),
+    "shared_experts": ("moe", "shared_gate_proj"),
 }
 """Optional part -> (kind of block, a slot that only blocks with this part have)."""
 
@@ -41,7 +41,7 @@ class Variant:
     """The structure of a tiny model in which one field has another value."""
 
     fields: dict[str, Any]  # all fields of the config
-    changed: str | None  # name of the changed field; None: no field is changed
+    changed_field: str | None  # name of the changed field; None: no field is changed
     structure: Structure
     changes_outputs: bool = True  # whether the names of the tensors or the logits differ from those without the change
 
@@ -119,7 +119,7 @@ def condition_of(part: str, variants: list[Variant]) -> Condition | None:
     present = {is_present for _, is_present in runs}
     if len(present) == 1:
         return Condition(always=present.pop())
-    for name in (variant.changed for variant in variants if variant.changed):
+    for name in (variant.changed_field for variant in variants if variant.changed_field):
         values = [bool(_value(fields, name)) for fields, _ in runs]
         if values == [is_present for _, is_present in runs]:
             return Condition(field=name)
@@ -142,7 +142,7 @@ def normalization_field(variants: list[Variant]) -> Condition | None:
     values = {normalized for _, normalized in runs}
     if len(values) == 1:
         return Condition(always=values.pop())
-    names = [v.changed for v in variants if v.changed]
+    names = [v.changed_field for v in variants if v.changed_field]
     return next(
         (Condition(field=n) for n in names if all(bool(_value(v.fields, n)) == normalized for v, normalized in runs)),
         None,

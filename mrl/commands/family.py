@@ -76,8 +76,7 @@ def derive(arguments: FamilyArguments) -> int:
 
     if arguments.output:
         _check_is_new(arguments.output)
-    found = read_fields(arguments.model)
-    proposal = propose(found)
+    proposal = propose(read_fields(arguments.model))
     _print_summary(proposal)
     plan = proposal.plan
     output = arguments.output or Path(f"{plan.constant.lower()}.py")
@@ -108,7 +107,7 @@ def _prove(proposal: "Proposal", arguments: FamilyArguments, family: str, folder
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence_megatron) as pool:
         checks = pool.submit(prove, proposal.models_to_prove, family).result()  # Megatron's state is global
-    checks.append(check_whole_config(proposal.found, arguments.model, family))
+    checks.append(check_whole_config(proposal.config_fields, arguments.model, family))
     if arguments.layouts:
         write_model(proposal.tiny, folder / "tiny")
         checks += [_certify(axis, family, folder) for axis in LAYOUTS]

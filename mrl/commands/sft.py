@@ -16,7 +16,8 @@ USAGE = """usage: mrl sft [KEY=VALUE ...] [experiment=NAME] [objective=NAME] [--
 Trains a model on responses (supervised fine-tuning), on preferences (DPO, IPO, KTO, ORPO, SimPO), or as a reward model. Writes a
 Hugging Face folder and, if trainer.save is true, a checkpoint.
 
-  mrl sft experiment=quickstart sft.output=null                  fine-tune the tiny model of the quickstart
+  mrl sft experiment=quickstart sft.output=null                  fine-tune the tiny model of the quickstart (null: write to
+                                                                 hf/ in run.dir, not to the folder of the quickstart's warm start)
   mrl sft model.path=Qwen3-0.6B sft.train=rows.parquet sft.steps=500 sft.optim.lr=1e-5 parallel.dp=4
   mrl sft model.path=Qwen3-0.6B objective=dpo sft.objective.beta=0.05 sft.train=pairs.parquet sft.optim.lr=5e-7
   mrl sft model.path=Qwen3-0.6B objective=reward_model sft.train=pairs.parquet

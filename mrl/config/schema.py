@@ -248,7 +248,7 @@ class ScoringConfig:
     memory_gb: float = key(4.0, "Memory limit of one worker process.", "GiB", above=0)
     timeout_s: float = key(
         300.0,
-        "Timeout for the scores of all responses of a step. Responses without a score then count as not scored.",
+        "Timeout of one call of the scorer, for all groups finished since the last call. Late responses count as not scored.",
         "s",
         above=0,
     )

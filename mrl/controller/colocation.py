@@ -120,22 +120,22 @@ class MemoryScheduler:
                 self._transition(role, self._models[role].load_to_device, MemoryState.ON_DEVICE)
 
     @property
-    def rollout_roles(self) -> list[str]:
+    def sglang_roles(self) -> list[str]:
         """The engines and all served models."""
         return [ENGINES, *sorted(self._used_by_rollout - {ENGINES})]
 
     def rollout_shares_devices(self) -> bool:
-        """Return whether a role in `rollout_roles` time-shares a device with trainers."""
-        return any(self.peers(role) for role in self.rollout_roles)
+        """Return whether a role in `sglang_roles` time-shares a device with trainers."""
+        return any(self.peers(role) for role in self.sglang_roles)
 
     def load_for_rollout(self) -> None:
         """Load the engines and all served models."""
-        for role in self.rollout_roles:
+        for role in self.sglang_roles:
             self.load(role)
 
     def make_room_for_rollout(self) -> None:
         """Offload the peers of the engines and of all served models, because the engines and the servers are about to start."""
-        for role in self.rollout_roles:
+        for role in self.sglang_roles:
             self.make_room(role)
 
     def make_room(self, role: str) -> None:

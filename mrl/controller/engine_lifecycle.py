@@ -36,7 +36,7 @@ class RolloutSideEngines(Protocol):
         """Wait until every engine takes requests. Returns the URLs of the engines."""
         ...
 
-    def alive(self) -> bool:
+    def rollout_worker_answers(self) -> bool:
         """Return whether the rollout worker answers."""
         ...
 
@@ -48,12 +48,12 @@ class RolloutSideEngines(Protocol):
         """End these engines and start others in their place. Returns the URLs of all engines."""
         ...
 
-    def set_paused(self, paused: bool) -> None:
+    def record_paused(self, paused: bool) -> None:
         """Record whether the engines are paused on purpose. If so, an engine without progress does not count as failed."""
         ...
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which the engines are paused on purpose."""
+    def recorded_as_paused(self) -> AbstractContextManager[None]:
+        """Return a context in which the rollout worker regards the engines as paused."""
         ...
 
     def set_adapter(self, name: str, urls: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class EngineRecord:
 
     released: set[MemoryTag] = field(default_factory=set)  # parts of the engine's device memory that are released
     was_offloaded: bool = False  # whether the engine was offloaded at least once since it started
-    # Weight version that the engine received in its last push. None: the engine still has the weights from its start.
+    # Weight version that the engine received in its last push. None: no push has reached the engine since its start.
     weight_version: int | None = None
 
 
@@ -90,7 +90,7 @@ class EngineLifecycle:
     actor: ActorRanks
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
-    startup: Startup
+    startup_display: Startup
     weights_dir: str  # folder through which the disk transport sends weights, and the adapter sync sends adapters
     start_timeout_s: float  # longest time until all engines take requests
     # Whether to tell the rollout worker about each push. Needed if requests run during a push, as they do with staleness > 0.
@@ -109,8 +109,8 @@ class EngineLifecycle:
         if self.scheduler.state(ENGINES) is not MemoryState.NOT_STARTED:
             return
         self._engines = {url: EngineRecord() for url in self.engine_processes.wait_ready(self.start_timeout_s)}
-        self.scheduler.mark_started(*self.scheduler.rollout_roles)
-        self.startup.ready(f"engines ready ({len(self._engines)})")
+        self.scheduler.mark_started(*self.scheduler.sglang_roles)
+        self.startup_display.ready(f"engines ready ({len(self._engines)})")
 
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
         """Restart the rollout worker if it does not answer, and wait for its engines.
@@ -119,23 +119,24 @@ class EngineLifecycle:
         the scheduler offloads them to make room for new engines.
         """
         self._connected = False
-        if not self.engine_processes.alive():
+        if not self.engine_processes.rollout_worker_answers():
             self._restart(make_room=trainers_alive())
         self.wait_started()
 
     def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        When trainers connect, each engine without a push compares its weights with the files of its model (see `_check_plan` in
-        mrl/weight_sync/receiver.py). Equal weights prove that the transfer plan agrees with the engine's layout. An engine that
-        was offloaded before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
+        When trainers connect, each engine that has received no push yet compares its weights with the files of its model (see
+        `_check_plan` in mrl/weight_sync/receiver.py). Equal weights prove that the transfer plan agrees with the engine's layout.
+        An engine that was offloaded before its first push has lost the weights from its start, so new trainers cannot connect to
+        this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
             self._restart(make_room=False)
 
     def _restart(self, make_room: bool) -> None:
-        self.scheduler.mark_ended(*self.scheduler.rollout_roles)
+        self.scheduler.mark_ended(*self.scheduler.sglang_roles)
         if make_room:
             self.scheduler.make_room_for_rollout()
         self.engine_processes.restart()
@@ -155,7 +156,10 @@ class EngineLifecycle:
                 return
             logger.warning("engines failed before the trainers connected to them, and are replaced: %s", failed)
             self._replace(list(failed))
-        raise StartError(f"engines failed right after their start: {failed}")
+        raise StartError(
+            f"engines failed while the trainers connected to them, in each of {self.settings.max_attempts} attempts; in the last "
+            f"attempt: {failed}"
+        )
 
     def _connect(self, urls: Sequence[str]) -> dict[str, str]:
         """Connect all trainer ranks to these engines. Returns the engines that failed, as URL -> reason."""
@@ -213,7 +217,7 @@ class EngineLifecycle:
 
     def _push_once(self, version: int) -> list[SyncReport]:
         """Push from all trainer ranks. Returns the reports of the ranks, beginning with rank 0."""
-        paused = self.engine_processes.paused() if self.marks_pushes_as_pauses else nullcontext()
+        paused = self.engine_processes.recorded_as_paused() if self.marks_pushes_as_pauses else nullcontext()
         with paused, self.scheduler.during_push() as engines_were_offloaded:
             reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
             if (name := reports[0].adapter) is not None:
@@ -223,7 +227,7 @@ class EngineLifecycle:
                 engine.weight_version = version
         return reports
 
-    # Memory. The scheduler calls these methods.
+    # Memory. The rollout manager calls `load`. The scheduler calls the other methods, and `resync`.
 
     def load(self) -> None:
         """Load the engines, with their weights, and all served models. Does nothing if all of them are loaded."""
@@ -234,7 +238,7 @@ class EngineLifecycle:
 
         Returns 0, because engines do not report the bytes that stay allocated. Raises EngineError if an engine fails.
         """
-        self.engine_processes.set_paused(True)
+        self.engine_processes.record_paused(True)
         self._control_all(_release)
         return 0
 
@@ -250,7 +254,7 @@ class EngineLifecycle:
             engine.resume()
 
         self._control_all(resume)
-        self.engine_processes.set_paused(False)
+        self.engine_processes.record_paused(False)
 
     def _control_all(self, action: Callable[[EngineControl, EngineRecord], None]) -> None:
         """Call `action` for all engines in parallel. Raises the first EngineError after all engines have answered.
@@ -289,7 +293,7 @@ def _allocate(engine: EngineControl, record: EngineRecord, tags: Sequence[Memory
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:
-    """Return the metrics of one push, from the reports of all senders."""
+    """Return the metrics of one push, from the reports of all trainer ranks."""
     sent, raw = sum(r.bytes for r in reports), sum(r.uncompressed_bytes for r in reports)
     return {
         "weight_sync/version": float(version),

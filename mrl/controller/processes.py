@@ -78,7 +78,7 @@ class RunProcesses:
             actor=self.models.actor,
             scheduler=self.scheduler,
             settings=config.weight_sync,
-            startup=self.startup,
+            startup_display=self.startup,
             weights_dir=str(self.run_dir / "weights"),
             start_timeout_s=config.cluster.start_timeout_s,
             marks_pushes_as_pauses=config.rollout.staleness > 0,

@@ -104,24 +104,24 @@ class RolloutWorkerHandle:
         """Tell the worker, for its timeline, that step `step`, from 1, begins. Does not wait for the worker."""
         self.actor.begin_step.remote(step)
 
-    def set_paused(self, paused: bool) -> None:
+    def record_paused(self, paused: bool) -> None:
         """Tell the worker whether the engines are paused. A paused engine that computes nothing does not count as failed."""
-        self.call(RolloutWorker.set_paused, paused)
+        self.call(RolloutWorker.record_paused, paused)
 
     def set_adapter(self, name: str, urls: Sequence[str]) -> None:
         """Let all further requests to these engines use the LoRA adapters `name`, which the engines have loaded."""
         self.call(RolloutWorker.set_adapter, name, list(urls))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def recorded_as_paused(self) -> Iterator[None]:
         """Return a context in which the worker regards the engines as paused, for example during a weight push."""
-        self.set_paused(True)
+        self.record_paused(True)
         try:
             yield
         finally:
-            self.set_paused(False)
+            self.record_paused(False)
 
-    def alive(self, timeout_s: float = 30.0) -> bool:
+    def rollout_worker_answers(self, timeout_s: float = 30.0) -> bool:
         """Return whether the actor answers."""
         try:
             ray.get(self.actor.cpu_seconds.remote(), timeout=timeout_s)

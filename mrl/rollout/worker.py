@@ -163,7 +163,7 @@ class RolloutWorker:
         """Assign all later spans of the timeline to training step `step`. The first step is 1."""
         spans.begin_step(step)
 
-    def set_paused(self, paused: bool) -> None:
+    def record_paused(self, paused: bool) -> None:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 

@@ -156,7 +156,7 @@ def test_the_probe_of_experts_finds_the_routing_and_the_shared_experts(routing):
     names = {
         slot: f"experts.{{expert}}.{name}.weight" for slot, name in zip(("gate", "up", "down"), "wuv", strict=True)
     }
-    names |= dict(router="gate", correction="bias", shared_gate="e", shared_up="f", shared_down="g")
+    names |= dict(router="gate", correction="bias", shared_gate_proj="e", shared_up_proj="f", shared_down_proj="g")
     assert found.slots == names
 
 

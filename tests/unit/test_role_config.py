@@ -298,7 +298,7 @@ def test_engines_and_served_models_stay_loaded_together():
     scheduler.register_engines(Model("engines", calls))
     assert scheduler.peers("judge") == ["actor", "critic"] and ENGINES not in scheduler.peers("judge")
     assert scheduler.peers(ENGINES) == ["actor", "critic"] and scheduler.rollout_shares_devices()
-    scheduler.mark_started("actor", "critic", *scheduler.rollout_roles)
+    scheduler.mark_started("actor", "critic", *scheduler.sglang_roles)
     scheduler.load(ACTOR)
     assert calls == ["critic off", "judge off", "engines off"] and scheduler.state("judge") is MemoryState.OFFLOADED
     calls.clear()

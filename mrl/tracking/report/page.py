@@ -13,7 +13,7 @@ import orjson
 from mrl.config.secrets import redacted
 from parallel.durable_files import write_file
 
-PAGE_BYTES = 5_000_000  # limit of the size of a page
+PAGE_BYTES = 5_000_000  # size up to which samples are put on the page of a run
 RESERVE_BYTES = 100_000  # part of the page that stays free, because the size of the samples is only estimated
 SCRIPTS = ("elements.js", "charts.js", "tokens.js", "samples.js", "page.js")  # in the order in which the page runs them
 
