@@ -13,7 +13,7 @@ from models.families import family_of
 from mrl.config.process_schema import LoraSync, PauseMode, Transport
 from mrl.config.schema import Config
 from mrl.controller.colocation import ENGINES, ColocatedRoles
-from mrl.controller.plan_fp8 import is_fp8
+from mrl.controller.plan_engine_dtype import is_fp8
 from mrl.controller.plan_models import ModelPlan
 from mrl.rollout.engines.server_args import adapter_args, adapter_slots
 

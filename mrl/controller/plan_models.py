@@ -29,13 +29,12 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import LoraSync, RoleConfig, Transport
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of, teachers_of, token_budgets
-from mrl.controller.plan_fp8 import check_fp8_engines, is_fp8
+from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype, check_fp8_engines, is_fp8
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
 from mrl.planner.trainer_state_bytes import layers_of_stages
-from mrl.rollout.engines.server_args import has_cuda
 from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
@@ -381,7 +380,8 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     if not config.rollout.engine_urls:
         advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
         check_engine_device(config, family, advice=advice)
-        check_engine_dtype(config, actor.hf, config.model.dtype, config.rollout.deterministic)
+        dtype = config.sglang.get("dtype") or config.model.dtype
+        check_engine_dtype(config, actor.hf, dtype, config.rollout.deterministic)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     if config.weight_sync.transport != Transport.disk:
@@ -413,40 +413,6 @@ def check_served_folders(config: Config) -> None:
         for architecture in HFConfig.load(str(role.path)).fields.get("architectures") or ():
             if family := FAMILIES.get(architecture):  # SGLang also serves models of other families
                 check_engine_device(config, family, key)
-
-
-def check_engine_device(config: Config, family: Family, key: str = "model.path", *, advice: str = "use GPUs") -> None:
-    """Raise ValueError if SGLang's servers would be on CPUs, but SGLang cannot compute models of this family there.
-
-    `key`: names the model. `advice`: what the user can do.
-    """
-    if family.engine_needs_gpu and _engines_use_cpus(config):
-        raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
-
-
-def check_engine_dtype(
-    config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
-) -> None:
-    """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
-
-    `section`: the section with the key `deterministic`, whose value is `deterministic`.
-    """
-    family_of(hf).check_engine_dtype(hf, dtype)
-    if dtype == "float32" and not deterministic and not _engines_use_cpus(config):
-        raise ValueError(
-            f"{key}=float32: on GPUs, SGLang 0.5.23 normalizes float32 only in deterministic inference; use {key}=bfloat16, "
-            f"or set {section}.deterministic=true."
-        )
-
-
-def _engines_use_cpus(config: Config) -> bool:
-    """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
-    cluster = config.cluster
-    if config.sglang.get("device") == "cpu":
-        return True
-    if cluster.scheduler or cluster.hardware.name:
-        return not max(gpus_of_nodes(cluster))
-    return not (cluster.address or has_cuda())
 
 
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:

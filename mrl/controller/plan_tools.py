@@ -15,11 +15,10 @@ from mrl.checkpoint.run_dir import check_unused
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.controller.plan_adapters import AdapterPush, check_adapter_sync, plan_adapter_push, syncs_adapters
-from mrl.controller.plan_fp8 import is_fp8
+from mrl.controller.plan_engine_dtype import check_engine_dtype, is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
-    check_engine_dtype,
     check_layout,
     engine_layout,
     gpu_transport,

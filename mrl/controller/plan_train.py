@@ -21,7 +21,7 @@ from mrl.config.validate import REFERENCE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
-from mrl.controller.plan_fp8 import check_fp8_device, is_fp8
+from mrl.controller.plan_engine_dtype import check_fp8_device, is_fp8
 from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,

@@ -22,10 +22,9 @@ from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import Config
+from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype
 from mrl.controller.plan_models import (
     chat_template,
-    check_engine_device,
-    check_engine_dtype,
     make_input_files,
     max_prompt_length,
 )

@@ -21,7 +21,7 @@ from models.conversion.resumable_folder import ByteProgress
 from models.families import family_of
 from mrl.config.schema import Config
 from mrl.config.secrets import authorization, engine_key
-from mrl.controller.plan_models import check_engine_device, check_engine_dtype
+from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
 from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model

@@ -119,7 +119,6 @@ class TrainWorker:
             device.patch_megatron_for_cpu()
             from parallel.step_profile import StepProfiler
         device.set_threads()
-
         self._profiler = StepProfiler(self.run_dir / "profile", f"{self.role}-rank{rank}")
 
     def rendezvous_address(self) -> tuple[str, int]:
@@ -132,8 +131,7 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
         """Join the process group and build this rank's part of the model, which has the output head `head`."""
-        # These modules import Megatron. They are imported here, after __init__ has called patch_megatron_for_cpu.
-        with quick_imports():
+        with quick_imports():  # of Megatron, after __init__ has called patch_megatron_for_cpu
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
             from parallel import collectives, groups
 

@@ -9,8 +9,8 @@ from tiny_families import make_family
 from models.conversion.fp8_blocks import SCALE_SUFFIX
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.controller import plan_fp8, plan_tools
-from mrl.controller.plan_fp8 import check_fp8_device
+from mrl.controller import plan_engine_dtype, plan_tools
+from mrl.controller.plan_engine_dtype import check_fp8_device
 from mrl.controller.plan_models import engine_layout
 from mrl.weight_sync.engine_layout import ITEM_BYTES
 from parallel.dims import ParallelDims
@@ -84,9 +84,9 @@ def test_experts_in_fp8_need_a_gpu():
 def test_gpus_without_matrix_products_in_fp8_are_refused(monkeypatch):
     args, arch = dict(quantization="fp8", device="cuda"), SimpleNamespace(num_experts=0)
     for capability in (None, (8, 9), (9, 0)):
-        monkeypatch.setattr(plan_fp8, "compute_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(plan_engine_dtype, "compute_capability", lambda capability=capability: capability)
         check_fp8_device(args, arch)
-    monkeypatch.setattr(plan_fp8, "compute_capability", lambda: (8, 0))
+    monkeypatch.setattr(plan_engine_dtype, "compute_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match=r"compute capability 8\.0: SGLang reorders weights for its Marlin kernels"):
         check_fp8_device(args, arch)
     check_fp8_device(dict(device="cuda"), arch)

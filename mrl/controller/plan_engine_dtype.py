@@ -1,14 +1,17 @@
-"""Checks of runs whose engines store matrices in FP8 (sglang.quantization=fp8), before any process starts."""
+"""Checks before any process starts: can SGLang compute a model on the devices of the engines, and in their dtype?"""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Family
 from models.conversion.expert_stacks import is_stacked
+from models.families import family_of
+from models.hf_config import HFConfig
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
-from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability
+from mrl.placement.resource_pools import gpus_of_nodes
+from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability, has_cuda
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
@@ -80,3 +83,37 @@ def check_fp8_device(server_args: Mapping[str, Any], arch: Architecture) -> None
             f"sglang.quantization={BLOCK_FP8} on GPUs of compute capability {found[0]}.{found[1]}: SGLang reorders weights for "
             "its Marlin kernels on GPUs below 8.9, so trainers cannot send new weights; leave sglang.quantization out."
         )
+
+
+def check_engine_device(config: Config, family: Family, key: str = "model.path", *, advice: str = "use GPUs") -> None:
+    """Raise ValueError if SGLang's servers would be on CPUs, but SGLang cannot compute models of this family there.
+
+    `key`: names the model. `advice`: what the user can do.
+    """
+    if family.engine_needs_gpu and _engines_use_cpus(config):
+        raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
+
+
+def check_engine_dtype(
+    config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
+) -> None:
+    """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
+
+    `section`: the section with the key `deterministic`, whose value is `deterministic`.
+    """
+    family_of(hf).check_engine_dtype(hf, dtype)
+    if dtype == "float32" and not deterministic and not _engines_use_cpus(config):
+        raise ValueError(
+            f"{key}=float32: on GPUs, SGLang 0.5.23 normalizes float32 only in deterministic inference; use {key}=bfloat16, "
+            f"or set {section}.deterministic=true."
+        )
+
+
+def _engines_use_cpus(config: Config) -> bool:
+    """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
+    cluster = config.cluster
+    if config.sglang.get("device") == "cpu":
+        return True
+    if cluster.scheduler or cluster.hardware.name:
+        return not max(gpus_of_nodes(cluster))
+    return not (cluster.address or has_cuda())
