@@ -82,7 +82,7 @@ class ImageGPTModel(GPTModel):
         found = self.visual(pixels, grid_thw=images.grid_thw.to(embedded.device))
 
         def place(onto: Tensor, outputs: Tensor) -> Tensor:
-            return onto.index_copy(0, images.tokens, outputs[images.outputs].to(onto.dtype)[:, None])
+            return onto.index_copy(0, images.token_index, outputs[images.output_index].to(onto.dtype)[:, None])
 
         features = getattr(found, "deepstack_features", None) or ()  # Qwen2.5-VL has no features
         return place(embedded, found.pooler_output), [place(torch.zeros_like(embedded), each) for each in features]

@@ -26,8 +26,8 @@ class PackedImages:
     # pipeline stage reads the pixels
     pixel_values: Tensor
     grid_thw: Tensor  # [images, 3] number of patches along time, height and width; on the host
-    tokens: Tensor  # [n] index of each image token among the L tokens of this rank
-    outputs: Tensor  # [n] index of the token's embedding among the outputs of the vision tower
+    token_index: Tensor  # [n] index of each image token among the L tokens of this rank
+    output_index: Tensor  # [n] index of the token's embedding among the outputs of the vision tower
 
 
 def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: int) -> Ints:
@@ -67,7 +67,8 @@ class SequenceImages:
     """Images of the sequences of a micro-batch, in the order of the S tokens, before the tokens are packed."""
 
     positions: Ints  # [3, S]
-    outputs: Ints  # [S] index of the token's embedding among the outputs of the vision tower; -1: not an image token
+    # [S] index of the token's embedding among the outputs of the vision tower; -1: not an image token
+    output_index: Ints
     pixel_values: list[NDArray[np.float32]] = field(default_factory=list)
     grids: list[Ints] = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class SequenceImages:
     @property
     def num_outputs(self) -> int:
         """Number of outputs of the vision tower for the images so far. The outputs of the next image begin with this index."""
-        return int(self.outputs.max(initial=-1)) + 1
+        return int(self.output_index.max(initial=-1)) + 1
 
     def add(
         self,
@@ -100,15 +101,15 @@ class SequenceImages:
             self.pixel_values.append(pixel_values)
             self.grids.append(grids)
         self.positions[:, span] = multimodal_positions(is_image, grids, merge_size)
-        self.outputs[span][is_image] = start + np.arange(is_image.sum())
+        self.output_index[span][is_image] = start + np.arange(is_image.sum())
         return start
 
     def pack(self, packed: PackedSequences, packed_tokens: Ints) -> PackedSequences:
         """Return `packed` with the images. `packed_tokens`: for each real token of the pack, its index among the S tokens."""
         device, is_real = packed.position_ids.device, packed.source >= 0
         tokens = packed_tokens[packed.source]  # padding gets any token
-        outputs = np.where(is_real, self.outputs[tokens], -1)
-        local = np.flatnonzero(outputs >= 0)
+        output_index = np.where(is_real, self.output_index[tokens], -1)
+        local = np.flatnonzero(output_index >= 0)
         return replace(
             packed,
             axis_position_ids=copy_to_device(np.ascontiguousarray(self.positions[:, tokens] * is_real), device),
@@ -116,6 +117,6 @@ class SequenceImages:
                 torch.from_numpy(np.concatenate(self.pixel_values)),
                 torch.from_numpy(np.concatenate(self.grids)),
                 copy_to_device(local, device),
-                copy_to_device(outputs[local], device),
+                copy_to_device(output_index[local], device),
             ),
         )

@@ -59,7 +59,7 @@ docs/reference/commands.md explains how each number and interval is computed.
 """
 
 
-def job(config: Config, overrides: Sequence[str] = ()) -> None:
+def evaluate_or_submit(config: Config, overrides: Sequence[str] = ()) -> None:
     """Run one evaluation, print a table and write the report files; or submit the evaluation as a Slurm job.
 
     `overrides`: overrides of the command line. A Slurm job gets the same overrides.
@@ -72,7 +72,7 @@ def job(config: Config, overrides: Sequence[str] = ()) -> None:
         harness = plan_harness(config) if config.evaluate.harness else None
         if config.evaluate.compare:
             read_scores(Path(config.evaluate.compare))  # so that a wrong folder is an error before the generation
-        if generate.is_submitted(config) and not config.evaluate.input:
+        if generate.needs_submission(config) and not config.evaluate.input:
             if not harness:
                 choose_k(config.evaluate.k, config.generate.samples)
                 checked_rewards(config.reward, config.data.test_sets)
@@ -203,7 +203,7 @@ def _format_estimate(estimate: IntervalEstimate, form: str = ".3f") -> str:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl evaluate`."""
-    return generate.run_command(argv, job, USAGE)
+    return generate.run_command(argv, evaluate_or_submit, USAGE)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ interrupted generation, run the same command with the same generate.output. It t
   mrl generate ... cluster.address=HOST:PORT                     engines in a Ray cluster that already runs
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint
 
-It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.seed, reward, scoring.*, sglang.* (arguments of SGLang),
-all timeouts, cluster.*, fault_tolerance.*, rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and
-rollout.engine_urls. It also takes the section generate:
+It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.dir, run.name (name of a Slurm job), run.seed, reward,
+scoring.*, sglang.* (arguments of SGLang), all timeouts, cluster.*, fault_tolerance.*, rollout.max_response_tokens,
+rollout.num_engines, rollout.engine_tp and rollout.engine_urls. It also takes the section generate:
   output                 folder for the parquet files. Default: generated/ in run.dir, a folder that is new for each run.
   samples                number of responses to each prompt. Default: 8.
   temperature            sampling temperature. Default: 1.0. 0 means greedy decoding.
@@ -49,16 +49,16 @@ docs/reference/commands.md explains the columns of the output and the effect of 
 """
 
 
-def job(config: Config, overrides: Sequence[str] = ()) -> None:
+def generate_or_submit(config: Config, overrides: Sequence[str] = ()) -> None:
     """Run one generation, or submit it as a Slurm job. `overrides`: overrides of the command line, also for the Slurm job."""
     with hydra_entry.exit_on_user_error():
-        if is_submitted(config):
+        if needs_submission(config):
             submit(config, overrides, "generate")
         else:
             run_generation(plan_generation(config))
 
 
-def is_submitted(config: Config) -> bool:
+def needs_submission(config: Config) -> bool:
     """Return whether the command must be submitted as a Slurm job. Inside this job, cluster.address is set."""
     return bool(config.cluster.scheduler and not config.cluster.address)
 
@@ -86,7 +86,8 @@ def submit(config: Config, overrides: Sequence[str], command: str) -> None:
 def run_generation(plan: GenerationPlan) -> None:
     """Generate the missing responses, and print how many responses there are.
 
-    Raises ValueError for a mistake of the user. Exits with status 1 if an engine fails.
+    Raises ValueError for a mistake of the user. Exits with status 1 if the engines do not start, if no engine is left, or
+    if an engine refuses a request or the request fails too often.
     """
     folder = plan.store.folder
     if totals := plan.store.finished:
@@ -146,18 +147,18 @@ class ResponseBar:
             self.console.print(f"{self.done} of {self.total} responses, {rate}")
 
 
-def run_command(argv: list[str], job: Callable[[Config, Sequence[str]], None], usage: str) -> int:
-    """Compose the config of `mrl generate` or `mrl evaluate`, and call `job(config, overrides)`."""
+def run_command(argv: list[str], command: Callable[[Config, Sequence[str]], None], usage: str) -> int:
+    """Compose the config of `mrl generate` or `mrl evaluate`, and call `command(config, overrides)`."""
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     with hydra_entry.exit_on_user_error():
         arguments = hydra_entry.prepare_arguments(argv)
     overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
-    return hydra_entry.run(arguments, lambda config: job(config, overrides), usage)
+    return hydra_entry.run(arguments, lambda config: command(config, overrides), usage)
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl generate`."""
-    return run_command(argv, job, USAGE)
+    return run_command(argv, generate_or_submit, USAGE)
 
 
 if __name__ == "__main__":

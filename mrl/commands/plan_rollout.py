@@ -34,7 +34,7 @@ median (a log-normal distribution). Each line of the file has the lengths of one
 fitted to the run in run.dir. Every speed can also be set by its key.
 
   mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
-  mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
+  mrl plan rollout median=2000 longest=16384 decode_step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
 
   steps                                   number of simulated steps in each scenario. Default: 60.
   picture                                 PNG file into which the result is drawn
@@ -44,7 +44,7 @@ fitted to the run in run.dir. Every speed can also be set by its key.
   staleness, over_sample_rate, colocated  settings of the first scenario. With colocated=true, engines and trainers share GPUs.
   median, sigma, longest                  log-normal response lengths: median, sigma, and largest length (tokens)
   prompt_tokens                           length of the prompts (tokens)
-  step_ms, request_ms                     one decoding step takes step_ms + request_ms for each running request
+  decode_step_ms, decode_request_ms       a decoding step takes decode_step_ms + decode_request_ms for each running request
   prefill_ms                              time for the prefill of one token
   train_s, train_token_us                 training on a step takes train_s + train_token_us for each token
   push_s                                  time for one push of the weights to the engines
@@ -72,8 +72,8 @@ class RolloutPlanKeys:
     sigma: float = 1.0
     longest: int = 8192
     prompt_tokens: int = 256
-    step_ms: float | None = None
-    request_ms: float | None = None
+    decode_step_ms: float | None = None
+    decode_request_ms: float | None = None
     prefill_ms: float | None = None
     train_s: float | None = None
     train_token_us: float | None = None
@@ -143,7 +143,7 @@ def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:
             "the response lengths need exactly one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS."
         )
     trace = read_run(Path(keys.run_dir)) if keys.run_dir else None
-    engine_speeds_given = None not in (keys.step_ms, keys.request_ms, keys.prefill_ms)
+    engine_speeds_given = None not in (keys.decode_step_ms, keys.decode_request_ms, keys.prefill_ms)
     fit = None if trace is None or engine_speeds_given else trace.fit()
     speeds = _speeds(keys, fit.speeds if fit else _default_speeds(trace))
     setup = _setup(keys, trace.setup if trace else DEFAULT_SETUP)
@@ -173,7 +173,7 @@ def _groups(keys: RolloutPlanKeys) -> GroupLengths:
 
 
 def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
-    milliseconds = dict(fixed_step_s=keys.step_ms, request_s=keys.request_ms, prefill_s=keys.prefill_ms)
+    milliseconds = dict(fixed_step_s=keys.decode_step_ms, request_s=keys.decode_request_ms, prefill_s=keys.prefill_ms)
     changes = {name: value / 1e3 for name, value in milliseconds.items() if value is not None}
     engine = replace(base.engine, **changes, max_running=keys.max_running or base.engine.max_running)
     token_s = None if keys.train_token_us is None else keys.train_token_us / 1e6

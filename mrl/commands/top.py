@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
         prog="mrl top",
         description="Show what a run does now: its step, its processes with their activity, CPU, memory and GPUs, the requests "
         "in the engines, the staleness, the last steps, and the last warnings and errors. It only reads files of the run and of "
-        "this host, and does not disturb the run. q or Ctrl-C ends the display. Without a terminal, it prints one frame.",
+        "this host, and asks NVIDIA's management library about the GPUs. It does not disturb the run. q or Ctrl-C ends the "
+        "display. Without a terminal, it prints one frame.",
         epilog="Example: mrl top outputs/quickstart/TIME",
     )
     top.add_argument("run", metavar="RUN", help="run directory, as PATH or as run.dir=PATH")
@@ -70,7 +71,7 @@ def read_twice(run: LiveRun) -> RunView:
 
 def show_live(run: LiveRun, console: Console, every_s: float) -> None:
     """Show a frame every `every_s` seconds, or less often if a frame needs much CPU time, until the user presses q or Ctrl-C."""
-    with _read_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_key_mode(), Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 before_s = time.process_time()
@@ -83,7 +84,7 @@ def show_live(run: LiveRun, console: Console, every_s: float) -> None:
 
 
 @contextmanager
-def _read_keys() -> Iterator[None]:
+def _single_key_mode() -> Iterator[None]:
     """Set the terminal so that it passes each key at once and shows none. At the end, restore the settings of the terminal."""
     if not sys.stdin.isatty():
         yield

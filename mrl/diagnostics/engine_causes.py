@@ -1,8 +1,9 @@
 """Finds the cause of a difference between an engine and the trainer from the tensors at the first place that differs.
 
 All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
-operation. It recomputes the operation with NumPy under each hypothesis, and checks which hypothesis reproduces the tensors of
-each side. This needs no engine and no model. In shapes, S is the number of tokens.
+operation. Some functions recompute the operation with NumPy under each hypothesis, and check which hypothesis reproduces the
+tensors of each side. The others compare the tensors of the two sides directly. This needs no engine and no model. In shapes, S is
+the number of tokens.
 """
 
 import math
@@ -146,8 +147,8 @@ def _norm_of(x: NDArray, out: NDArray, weight: NDArray | None, tolerance: float)
         scaled = x * scale
         factors = (out * scaled).sum(-1, keepdims=True) / np.maximum(np.square(scaled).sum(-1, keepdims=True), TINY)
         if is_close(out, factors * scaled, tolerance):
-            largest = np.argsort(square[:, 0])[: max(1, len(x) // 4)]  # small inputs show the epsilon best
-            eps = np.median((1 / np.maximum(np.square(factors), TINY) - square)[largest])
+            smallest = np.argsort(square[:, 0])[: max(1, len(x) // 4)]  # small inputs show the epsilon best
+            eps = np.median((1 / np.maximum(np.square(factors), TINY) - square)[smallest])
             return text, float(eps)
     return "computes something other than an RMS norm of this input", 0.0
 
@@ -197,11 +198,11 @@ def _activation(difference: Difference) -> Cause | None:
     for side in difference.sides:
         gate, up = (difference.of(side, name)[:64] for name in ("gate", "up"))
         out = difference.of(side, "activation")[:64]
-        names.append(_explains(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, difference.fit_tolerance))
+        names.append(_matching_name(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, difference.fit_tolerance))
     return _compare_names("activation of the MLP", names)
 
 
-def _explains(out: NDArray, candidates: Mapping[str, NDArray], tolerance: float) -> str:
+def _matching_name(out: NDArray, candidates: Mapping[str, NDArray], tolerance: float) -> str:
     return next((name for name, value in candidates.items() if is_close(out, value, tolerance)), "another function")
 
 
@@ -234,9 +235,8 @@ def _routing(difference: Difference) -> Cause | None:
         ]
         text = f"the weights of a token's experts {texts[0]} in the engine, and {texts[1]} in the trainer"
         return Cause("router: normalization of the weights", text, "compare norm_topk_prob and moe_router_pre_softmax")
-    return Cause(
-        "router: score function", "the weights of a token's experts have other ratios", "compare softmax and sigmoid"
-    )
+    text = "the ratios between the weights of a token's experts differ between engine and trainer"
+    return Cause("router: score function", text, "compare softmax and sigmoid")
 
 
 def _choice_of_experts(difference: Difference) -> Cause:
@@ -251,20 +251,24 @@ def _choice_of_experts(difference: Difference) -> Cause:
         scores = {"without the correction bias": plain}
         if bias is not None:
             scores = {"with the correction bias": plain + bias, **scores}
-        count, groups = int(chosen.sum(1).max()), difference.facts.groups
-        names.append(max(scores, key=lambda name: int((_top(scores[name], count, groups) & chosen).sum())))
+        count, expert_groups = int(chosen.sum(1).max()), difference.facts.expert_groups
+        names.append(max(scores, key=lambda name: int((_top(scores[name], count, expert_groups) & chosen).sum())))
     if names[0] == names[1]:
-        names = [f"{name}, and by other groups of experts or other scores" for name in names]
-    text = f"the engine chooses experts {names[0]}, the trainer {names[1]}"
+        text = (
+            f"both sides seem to choose experts {names[0]}, but they do not choose the same experts; their groups of experts or "
+            "their scores may differ"
+        )
+    else:
+        text = f"the engine chooses experts {names[0]}, the trainer {names[1]}"
     return Cause("router: choice of experts", text, "compare the correction bias, n_group and topk_group of both sides")
 
 
-def _top(scores: NDArray, count: int, groups: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return which `count` experts have the highest scores [S, experts]. `groups`: see ModelFacts.groups.
+def _top(scores: NDArray, count: int, expert_groups: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which `count` experts have the highest scores [S, experts]. `expert_groups`: see ModelFacts.
 
     The score of a group is the sum of its highest scores, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
     """
-    num_groups, chosen_groups = groups
+    num_groups, chosen_groups = expert_groups
     grouped = scores.reshape(len(scores), num_groups, -1)
     of_group = np.sort(grouped, axis=2)[:, :, -max(1, count // chosen_groups) :].sum(2)
     in_group = _highest(of_group, chosen_groups)
@@ -308,7 +312,7 @@ def _expert_activation(difference: Difference) -> Cause | None:
         for name, function in ACTIVATIONS.items():
             parts = [function(gate, up) @ down.T for gate, up, down in projected]
             outputs[name] = np.einsum("te,eth->th", routing, np.stack(parts))
-        names.append(_explains(difference.of(side, "routed_experts")[:64], outputs, difference.fit_tolerance))
+        names.append(_matching_name(difference.of(side, "routed_experts")[:64], outputs, difference.fit_tolerance))
     return _compare_names("activation of the experts", names)
 
 
@@ -327,7 +331,7 @@ def _expert_matrices(weights: Places, layer: int | None, expert: int) -> list[ND
 
 
 def _residual(difference: Difference) -> Cause | None:
-    """Find the side whose residual stream is not the sum of the previous stream and the output of the last block."""
+    """Find the side whose residual stream is not the previous stream plus the output of the attention or MLP before it."""
     assert difference.layer is not None, "a residual stream belongs to a layer"
     for side in difference.sides:
         prefix = f"layers.{difference.layer - 1}." if difference.place == "input" else f"layers.{difference.layer}."

@@ -81,7 +81,7 @@ class ModelFacts:
     # latent attention: for each head, (size of the part of the key without RoPE, size of the value)
     latent: tuple[int, int] | None = None
     # number of groups of experts, and number of groups from which the router chooses the experts of a token
-    groups: tuple[int, int] = (1, 1)
+    expert_groups: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ class CollectivePlan:
 
     address: str  # network address of rank 0
     port: int
-    hosts: list[str]  # name of each rank's host, in rank order
+    host_of_rank: list[str]  # name of each rank's host, in rank order
     # process group -> its ranks; the group `world` of all ranks is tested in addition
-    groups: dict[str, list[int]] = field(default_factory=dict)
+    process_groups: dict[str, list[int]] = field(default_factory=dict)
     single_host: bool = False  # all ranks are on this host, so NCCL and gloo use the loopback interface
 
 
@@ -59,13 +59,13 @@ class RankSpec:
     device: int  # index of the GPU on this host
     timeout_s: float  # timeout of torch.distributed, both for its initialization and for each all-reduce
     # process group -> its ranks; an all-reduce over all ranks (`world`) runs first, then one in each of these groups, in order
-    groups: dict[str, list[int]]
+    process_groups: dict[str, list[int]]
 
 
-def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that have ranks on several hosts. Of several groups with the same ranks, keep the first.
 
-    `groups`: name -> ranks. `host_of_rank`: index of each rank's host, `[ranks]`.
+    `groups`: name -> ranks. `host_of_rank`: name of each rank's host, `[ranks]`.
     """
     name_by_ranks: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():
@@ -87,12 +87,12 @@ def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> l
         for device, rank in enumerate(ranks):
             spec = RankSpec(
                 rank=rank,
-                world_size=len(plan.hosts),
+                world_size=len(plan.host_of_rank),
                 address=plan.address,
                 port=plan.port,
                 device=device,
                 timeout_s=timeout_s,
-                groups=plan.groups,
+                process_groups=plan.process_groups,
             )
             children[rank] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mrl.doctor.collective_probe", json.dumps(asdict(spec))],
@@ -142,12 +142,12 @@ def combine_results(
     `results`: rank -> its result. A rank without a result counts as not finished.
     """
     combined = []
-    for group, ranks in {"world": list(range(len(plan.hosts))), **plan.groups}.items():
+    for group, ranks in {"world": list(range(len(plan.host_of_rank))), **plan.process_groups}.items():
         rank_results = [results[rank] for rank in ranks if rank in results]
-        hosts = list(dict.fromkeys(plan.hosts[rank] for rank in ranks))
+        hosts = list(dict.fromkeys(plan.host_of_rank[rank] for rank in ranks))
         backend = next((one.backend for one in rank_results if one.backend), "")
         problem = next((one.problems[group] for one in rank_results if group in one.problems), "")
-        late = [plan.hosts[rank] for rank in ranks if rank not in results or group not in results[rank].seconds]
+        late = [plan.host_of_rank[rank] for rank in ranks if rank not in results or group not in results[rank].seconds]
         if late and not problem:
             problem = f"it did not finish within {timeout_s:.0f} s on {', '.join(dict.fromkeys(late))}"
         seconds = None if late or problem else max(one.seconds[group] for one in rank_results)
@@ -168,12 +168,12 @@ def run_rank(spec: RankSpec) -> None:
             torch.cuda.set_device(spec.device)
         _print_event(began=group, backend=device.backend())
         collectives.init_process_group(spec.rank, spec.world_size, spec.address, spec.port, spec.timeout_s)
-        process_groups = {name: dist.new_group(ranks) for name, ranks in spec.groups.items()}
+        torch_groups = {name: dist.new_group(ranks) for name, ranks in spec.process_groups.items()}
         values = torch.ones(MESSAGE_BYTES // 4, device=device.device())
-        for group, ranks in {"world": list(range(spec.world_size)), **spec.groups}.items():
+        for group, ranks in {"world": list(range(spec.world_size)), **spec.process_groups}.items():
             if spec.rank in ranks:
                 _print_event(began=group, backend=device.backend())
-                _print_event(done=group, seconds=_time_all_reduce(values, process_groups.get(group), len(ranks)))
+                _print_event(done=group, seconds=_time_all_reduce(values, torch_groups.get(group), len(ranks)))
     except (RuntimeError, ValueError, OSError) as error:  # torch.distributed raises RuntimeErrors
         _print_event(failed=group, problem=str(error).strip().splitlines()[0][:300])
 

@@ -66,13 +66,16 @@ class ExamineOptions:
     """Options of a preflight check."""
 
     deadline_s: float = 60.0  # time limit for all hosts to join, and time limit for all all-reduces together
-    all_reduce: bool | None = None  # whether to run all-reduces; None: only if several processes would take part
+    all_reduce: bool | None = None  # whether to run all-reduces; None: only with several GPUs or several hosts
     clock: Callable[[], float] = time.time  # returns this host's time in seconds
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Result of a preflight check, the same on all hosts."""
+    """Result of a preflight check.
+
+    The findings are the same on all hosts, except on a host that joined too late or lost the connection to the first host.
+    """
 
     cluster: ClusterFacts
     findings: list[DoctorFinding]
@@ -131,7 +134,7 @@ def examine_host(requirements: Requirements | None, options: ExamineOptions) -> 
     collectives: list[CollectiveResult] = []
     if options.all_reduce or (options.all_reduce is None and len(facts.gpus.cards) > 1):
         hosts = [facts.host] * num_ranks
-        plan = CollectivePlan(address="127.0.0.1", port=_free_port(), hosts=hosts, groups={}, single_host=True)
+        plan = CollectivePlan(address="127.0.0.1", port=_free_port(), host_of_rank=hosts, single_host=True)
         results = run_ranks(plan, range(num_ranks), options.deadline_s)
         collectives = combine_results(plan, {one.rank: one for one in results}, options.deadline_s)
     cluster = ClusterFacts([facts], requirements, [], collectives)
@@ -251,7 +254,7 @@ def _run_collectives(
     if received is None:
         return []
     plan = msgspec.convert(received, CollectivePlan)
-    ranks = [rank for rank, name in enumerate(plan.hosts) if name == own_name]
+    ranks = [rank for rank, name in enumerate(plan.host_of_rank) if name == own_name]
     rendezvous.send("collectives", to_plain(run_ranks(plan, ranks, options.deadline_s)))
     all_ranks, timeout_s = [host.rank for host in cluster.hosts], options.deadline_s + START_TIMEOUT_S
     answers = rendezvous.receive("collectives", all_ranks, timeout_s).values()
@@ -268,10 +271,11 @@ def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
     interfaces = network_checks.reachable_interfaces(cluster, first)
     if not interfaces or not cluster.multi_host:
         return None
-    host_of_rank = [index for index, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))]
-    groups = multi_host_groups(cluster.requirements.groups if cluster.requirements else {}, host_of_rank)
-    hosts = [cluster.hosts[index].host for index in host_of_rank]
-    return CollectivePlan(interfaces[0].address, _free_port(), hosts, {name: list(r) for name, r in groups.items()})
+    host_of_rank = [host.host for host in cluster.hosts for _ in range(max(1, len(host.gpus.cards)))]
+    groups = multi_host_groups(cluster.requirements.process_groups if cluster.requirements else {}, host_of_rank)
+    return CollectivePlan(
+        interfaces[0].address, _free_port(), host_of_rank, {name: list(r) for name, r in groups.items()}
+    )
 
 
 def _free_port() -> int:

@@ -155,7 +155,7 @@ class Requirements:
     gpus: int = 0  # number of GPUs that the run uses if the hosts have GPUs
     cannot_run_on_cpus: bool = False  # whether the run cannot use CPUs: its model is too large, or a setting needs CUDA
     layout: str = ""  # parallel layout of the actor
-    groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
+    process_groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
     model: str | None = None  # model folder
     parameters: int = 0  # number of parameters of the actor
     run_dir: str | None = None

@@ -48,7 +48,7 @@ def requirements_of(config: Config) -> Requirements:
         gpus=pools.size,
         cannot_run_on_cpus=_cannot_run_on_cpus(config, num_parameters),
         layout=str(actor.dims),
-        groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
+        process_groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
         model=str(Path(actor.model_path).absolute()),
         parameters=num_parameters,
         run_dir=config.run.dir,

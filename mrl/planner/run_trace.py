@@ -62,7 +62,7 @@ class RunTrace:
         if self.setup.staleness or self.setup.extra:
             raise ValueError(
                 "the speeds of engines cannot be fitted to a run in which engines sample during training; record a run with "
-                "rollout.mode=sync and without over-sampling, or give step_ms, request_ms and prefill_ms."
+                "rollout.mode=sync and without over-sampling, or give decode_step_ms, decode_request_ms and prefill_ms."
             )
         return fit_steps(self.steps, self.setup.num_engines, self.max_running)
 

@@ -1,6 +1,6 @@
 """The scorer runs a reward on batches of responses. If the reward fails on a response, the response gets a failed score.
 
-Rewards that may raise, hang or crash run in worker processes. A call that hangs ends at its time limit.
+Rewards run in worker processes, except those that declare `in_process`. A call in a worker process ends at its time limit.
 """
 
 import fcntl
@@ -109,11 +109,11 @@ class WorkerPool:
             assert self._started_pool().active, "the pool is started"
 
     def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call the reward with index `index` in `rewards` once for each batch of responses. Returns the result of each call.
+        """Call the reward with index `index` in `rewards` for each batch of responses. Returns the result of each call.
 
-        `deadline` is a time of time.monotonic. The time limit of a call is `sample_s` seconds per response, but at most half
-        of the time until the deadline, so that time remains for a second attempt. Calls that still run at the deadline are
-        ended.
+        If the pool breaks before a call ends, the call is repeated once. `deadline` is a time of time.monotonic. The time
+        limit of a call is `sample_s` seconds per response, but at most half of the time until the deadline, so that time remains
+        to call the reward again, after the pool broke or with smaller batches. Calls that still run at the deadline are ended.
         """
         results = self._run(index, batches, sample_s, deadline)
         lost = [i for i, result in enumerate(results) if result is None]

@@ -256,8 +256,8 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
         tail_s = sum(_tail_seconds(requests, interval) for interval in intervals)
         tokens = sum(span.args.get("tokens", 0) for span in requests)
         found.append(
-            f"Requests sample {tokens:,} tokens; during {percent(tail_s / total)} of the rollout, at most half of a step's "
-            "requests are still running."
+            f"Requests sample {tokens:,} tokens. The tail of the rollout, after half of a step's requests have ended, takes "
+            f"{percent(tail_s / total)} of the rollout."
         )
     rewards = [(span.start, span.end) for timeline in timelines for span in timeline.of_kind("reward")]
     if rewards:
@@ -385,8 +385,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"In the weight sync, a trainer rank sends buckets for at most {percent(sending / total_s)} of the phase, and waits for "
-        f"engines for at most {percent(waiting / total_s)}."
+        f"In the weight sync, the rank that sends longest sends for {percent(sending / total_s)} of the phase; the rank that "
+        f"waits longest for engines waits for {percent(waiting / total_s)}."
     ]
 
 

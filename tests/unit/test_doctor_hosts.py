@@ -23,7 +23,7 @@ def test_a_healthy_machine_gives_no_finding(tmp_path):
 @pytest.mark.extended
 def test_a_healthy_cluster_gives_no_finding_and_tests_the_process_groups_that_span_hosts(tmp_path):
     groups = {"tp 0": [0, 1], "dp 0": [0, 2], "dp 1": [1, 3]}
-    run = SimulatedHosts(tmp_path, 4, requirements=dict(groups=groups)).run("--deadline", "150")
+    run = SimulatedHosts(tmp_path, 4, requirements=dict(process_groups=groups)).run("--deadline", "150")
     assert run.findings == [] and set(run.statuses.values()) == {0}, run.findings
     results = {one["group"]: one for one in run.report["collectives"]}
     assert set(results) == {"world", *groups} and all(0 < one["seconds"] < 60 for one in results.values())

@@ -236,8 +236,8 @@ def test_the_groups_of_an_axis_partition_all_ranks_and_their_members_differ_in_t
 
 def test_only_process_groups_that_span_hosts_are_tested():
     groups = process_groups(ParallelDims(tp=2, dp=2))
-    assert multi_host_groups(groups, [0, 0, 1, 1]) == {"dp 0": (0, 2), "dp 1": (1, 3)}
-    assert multi_host_groups(groups, [0, 0, 0, 0]) == {} and multi_host_groups(groups, [0, 1]) == {"tp 0": (0, 1)}
+    assert multi_host_groups(groups, ["a", "a", "b", "b"]) == {"dp 0": (0, 2), "dp 1": (1, 3)}
+    assert multi_host_groups(groups, ["a"] * 4) == {} and multi_host_groups(groups, ["a", "b"]) == {"tp 0": (0, 1)}
 
 
 @pytest.mark.extended
@@ -363,7 +363,7 @@ def test_requirements_are_derived_from_the_config(tmp_path):
     assert required.mistakes == [] and required.gpus == 5 and not required.cannot_run_on_cpus, (
         "four trainer ranks and an engine"
     )
-    assert required.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
+    assert required.process_groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
     assert 5 * 10**5 < required.parameters < 10**6 and required.checkpoint_bytes == 16 * required.parameters * 3
     assert required.model == f"{tmp_path}/inputs/model" and required.run_dir == f"{tmp_path}/run"
     assert msgspec.convert(json.loads(json.dumps(to_plain(required))), Requirements) == required

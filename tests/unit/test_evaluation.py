@@ -232,12 +232,12 @@ def test_the_reward_of_the_evaluation_is_checked_before_the_generation(monkeypat
     monkeypatch.setattr(command.generate, "run_generation", lambda plan: pytest.fail("engines were started"))
     bad = {"generate.score": False, "reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}
     with pytest.raises(SystemExit):
-        command.job(config_of(**bad))
+        command.evaluate_or_submit(config_of(**bad))
 
 
 @pytest.mark.extended
 def test_the_output_names_the_reward_above_the_table(folder, tmp_path, capsys):
-    command.job(config_of(**{"evaluate.input": str(folder), "evaluate.output": str(tmp_path / "out")}))
+    command.evaluate_or_submit(config_of(**{"evaluate.input": str(folder), "evaluate.output": str(tmp_path / "out")}))
     shown = capsys.readouterr().out
     assert shown.index(f'reward: {{"_target_": "{__name__}.LastWord"}}') < shown.index("overall")
 
@@ -291,7 +291,7 @@ def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
         for row, text in enumerate(texts)
     ]
     file = write_jsonl(tmp_path / "dumps/60.jsonl", lines)
-    command.job(config_of(**{"evaluate.input": file, "evaluate.output": str(tmp_path / "out")}))
+    command.evaluate_or_submit(config_of(**{"evaluate.input": file, "evaluate.output": str(tmp_path / "out")}))
     (summary,) = json.loads((tmp_path / "out/evaluation.json").read_text())["summaries"]
     assert (summary["name"], summary["prompts"], summary["responses"]) == ("60", 2, 8)
     expected = np.mean([brute_force(texts, 2) for texts in list(TEXTS.values())[:2]], axis=0)
@@ -421,8 +421,8 @@ def test_a_comparison_pairs_the_prompts(folder, tmp_path, capsys):
         ]
         file = write_jsonl(tmp_path / f"{name}.jsonl", lines)
         keys[name] = {"evaluate.input": file, "evaluate.output": str(tmp_path / name)}
-    command.job(config_of(**keys["before"]))
-    command.job(config_of(**keys["now"], **{"evaluate.compare": str(tmp_path / "before")}))
+    command.evaluate_or_submit(config_of(**keys["before"]))
+    command.evaluate_or_submit(config_of(**keys["now"], **{"evaluate.compare": str(tmp_path / "before")}))
     report = json.loads((tmp_path / "now/evaluation.json").read_text())["comparison"]
     assert (report["only_now"], report["only_before"]) == (0, 1)
     (difference,) = report["differences"]

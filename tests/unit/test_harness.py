@@ -108,7 +108,7 @@ def serving(*servers):
 def test_the_harness_asks_the_engines_and_its_results_are_reported(configure, tmp_path, capfd):
     servers = [CompletionsEngine(), CompletionsEngine()]
     with serving(*servers) as urls:
-        command.job(configure(**{"rollout.engine_urls": urls}))
+        command.evaluate_or_submit(configure(**{"rollout.engine_urls": urls}))
     bodies = [body for server in servers for body in server.bodies]
     assert sorted(body["prompt"][0][0] for body in bodies) == [0, 1, 2, 3]
     report = json.loads((tmp_path / "run/evaluation.json").read_text())
@@ -152,14 +152,14 @@ def test_weights_that_an_interrupted_evaluation_has_converted_are_not_evaluated(
 def test_a_failed_harness_ends_the_command(configure, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_STATUS", "3")
     with serving(CompletionsEngine()) as urls, pytest.raises(SystemExit) as ended:
-        command.job(configure(**{"rollout.engine_urls": urls}))
+        command.evaluate_or_submit(configure(**{"rollout.engine_urls": urls}))
     assert ended.value.code == 1 and "lm_eval ended with status 3" in capfd.readouterr().err
 
 
 def test_requests_of_the_harness_go_to_the_other_engine_when_one_fails(configure, tmp_path):
     servers = [CompletionsEngine(statuses=(BROKEN,) * 9), CompletionsEngine()]
     with serving(*servers) as urls:
-        command.job(configure(**{"rollout.engine_urls": urls}))
+        command.evaluate_or_submit(configure(**{"rollout.engine_urls": urls}))
     report = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert json.loads(Path(report["harness"]["file"]).read_text())["answers"] == ["1", "2", "3", "4"]
 

@@ -277,4 +277,4 @@ def test_the_pixels_of_a_pack_stay_on_the_host():
     pack = Pack(torch.zeros(1, 4, device="meta", dtype=torch.long), np.arange(4))
     found = images.pack(pack, np.arange(4))
     assert found.images.pixel_values.device.type == "cpu" and found.images.pixel_values.shape == (8, 6)
-    assert found.images.tokens.device.type == "meta"
+    assert found.images.token_index.device.type == "meta"

@@ -71,7 +71,7 @@ def test_given_values_replace_recorded_ones(tmp_path):
     plain = simulation_input(RolloutPlanKeys.of([f"run.dir={tmp_path}"]))
     simulated = simulation_input(
         RolloutPlanKeys.of(
-            [f"run.dir={tmp_path}", "step_ms=7", "num_engines=5", "trainer_gpus=12", "staleness=3", "push_s=9"]
+            [f"run.dir={tmp_path}", "decode_step_ms=7", "num_engines=5", "trainer_gpus=12", "staleness=3", "push_s=9"]
         )
     )
     assert (
@@ -87,7 +87,7 @@ def test_an_asynchronous_run_needs_given_engine_speeds(tmp_path):
     with pytest.raises(ValueError, match=r"rollout\.mode=sync"):
         simulation_input(RolloutPlanKeys.of([f"run.dir={tmp_path}"]))
     simulated = simulation_input(
-        RolloutPlanKeys.of([f"run.dir={tmp_path}", "step_ms=20", "request_ms=0.3", "prefill_ms=0.1"])
+        RolloutPlanKeys.of([f"run.dir={tmp_path}", "decode_step_ms=20", "decode_request_ms=0.3", "prefill_ms=0.1"])
     )
     assert simulated.fit is None and simulated.speeds.engine == SPEEDS.engine
 
