@@ -258,7 +258,7 @@ BIAS = np.array([0.9, -0.9, 0.5, -0.5])
         ),
         (routing(LOGITS) * 2.5, "router: scaling factor", "times 0.4"),
         (routing(LOGITS, bias=BIAS), "router: choice of experts", "without the correction bias, the trainer with"),
-        (np.sqrt(routing(LOGITS)), "router: score function", "other ratios"),
+        (np.sqrt(routing(LOGITS)), "router: score function", "the ratios between"),
     ],
     ids=["topk", "normalization", "factor", "bias", "scores"],
 )
