@@ -186,6 +186,8 @@ def test_programs_that_fail_hang_or_miss_something_are_named(tmp_path, monkeypat
     errors = [outcomes[name].error for name in ("fails", "hangs", "silent")]
     assert errors == ["exit status 3", "not finished after 0.5 s", "it wrote no measurements"]
     assert left_out == ["peer was left out: no/python does not exist; make it"]
+    late = run.run_program(run.Program("hangs", "hangs.py", 60), 0.5)
+    assert late.error == "not finished after 0.5 s, and no more time remained; set --minutes"
 
 
 @pytest.mark.extended
