@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from mrl.core.code_locations import quick_imports
 from mrl.core.command_names import COMMANDS
 
 TRAIN_PACKAGES = {
@@ -62,8 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"mrl {argv[0]}: not installed: {', '.join(missing)}; run pip install 'mrl[train]'\n")
         return 2
     module = MODULES.get(argv[0], argv[0])
-    with quick_imports():
-        command = importlib.import_module(f"mrl.commands.{module}")  # imports only what this command needs
+    command = importlib.import_module(f"mrl.commands.{module}")  # imports only what this command needs
     return command.main(argv[1:])
 
 

@@ -25,6 +25,11 @@ FIRST_CAPABILITY = (8, 9)
 _INDEX = re.compile(r"\.\d+\.")  # index of a layer or expert in the name of a parameter
 
 
+def engine_dtype(config: Config) -> str:
+    """Return the dtype in which the engines of a run compute."""
+    return config.sglang.get("dtype") or config.model.dtype
+
+
 def is_fp8(config: Config) -> bool:
     """Whether the engines store matrices in FP8 with block scales."""
     return config.sglang.get("quantization") == BLOCK_FP8
@@ -53,7 +58,7 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
             f"{prefix}: trainers send weights in FP8 only to engines that the run starts, and weight_sync.transport=disk writes "
             "weights in model.dtype; use weight_sync.transport=auto."
         )
-    dtype = sglang.get("dtype") or config.model.dtype
+    dtype = engine_dtype(config)
     if dtype != "bfloat16":
         raise ValueError(f"{prefix}: the engines must compute in bfloat16, not in {dtype}; set sglang.dtype=bfloat16.")
     for name in MODEL_KEYS & sglang.keys():

@@ -29,7 +29,13 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.process_schema import LoraSync, RoleConfig, Transport
 from mrl.config.schema import Config
 from mrl.config.validate import roles_of, teachers_of, token_budgets
-from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype, check_fp8_engines, is_fp8
+from mrl.controller.plan_engine_dtype import (
+    check_engine_device,
+    check_engine_dtype,
+    check_fp8_engines,
+    engine_dtype,
+    is_fp8,
+)
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -380,8 +386,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     if not config.rollout.engine_urls:
         advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
         check_engine_device(config, family, advice=advice)
-        dtype = config.sglang.get("dtype") or config.model.dtype
-        check_engine_dtype(config, actor.hf, dtype, config.rollout.deterministic)
+        check_engine_dtype(config, actor.hf, engine_dtype(config), config.rollout.deterministic)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     if config.weight_sync.transport != Transport.disk:

@@ -23,11 +23,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import Config
 from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype
-from mrl.controller.plan_models import (
-    chat_template,
-    make_input_files,
-    max_prompt_length,
-)
+from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
 from mrl.controller.plan_prompts import find_unscored
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
