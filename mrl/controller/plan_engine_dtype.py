@@ -11,7 +11,7 @@ from models.hf_config import HFConfig
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.placement.resource_pools import gpus_of_nodes
-from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability, has_cuda
+from mrl.rollout.engines.server_args import BLOCK_FP8, compute_capability, default_device, has_cuda
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
@@ -104,10 +104,12 @@ def check_engine_dtype(
 ) -> None:
     """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
 
-    `section`: the section with the key `deterministic`, whose value is `deterministic`.
+    `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is refused only where engines
+    would start on GPUs, and not when a run on another machine is planned.
     """
     family_of(hf).check_engine_dtype(hf, dtype)
-    if dtype == "float32" and not deterministic and not _engines_use_cpus(config):
+    device = config.sglang.get("device") or default_device()
+    if dtype == "float32" and not deterministic and device == "cuda":
         raise ValueError(
             f"{key}=float32: on GPUs, SGLang 0.5.23 normalizes float32 only in deterministic inference; use {key}=bfloat16, "
             f"or set {section}.deterministic=true."

@@ -186,7 +186,7 @@ def test_engines_on_gpus_compute_in_float32_only_in_deterministic_inference(
     hf = HFConfig("config.json", fields("qwen3"))
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
     keys = [f"model.path={tmp_path}", f"model.dtype={dtype}", "run.dir=out", f"rollout.deterministic={deterministic}"]
-    keys += ["cluster=h100"] if device == "cuda" else ["sglang.device=cpu"]
+    keys += [f"sglang.device={device}"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
     with (
         pytest.raises(ValueError, match=r"^model.dtype=float32: .* or set rollout.deterministic=true\.$")

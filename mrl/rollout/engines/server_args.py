@@ -178,7 +178,7 @@ def memory_saver_args(device: str | None = None) -> dict[str, Any]:
     `device`: "cuda" or "cpu"; None: "cuda" if there is a GPU, and "cpu" otherwise. The fields turn off CUDA graphs for the
     prefill, but a user may turn these graphs on again (see `releases_cuda_graphs`).
     """
-    if (device or ("cuda" if has_cuda() else "cpu")) != "cuda":
+    if (device or default_device()) != "cuda":
         return {}
     return dict(enable_memory_saver=True, cuda_graph_backend_prefill="disabled")
 
@@ -198,7 +198,7 @@ def adapter_args(rank: int, matrices: Iterable[str], max_adapters: int, device: 
     `matrices`: Hugging Face names of the adapted matrices, such as q_proj. `max_adapters`: how many weight versions of the
     adapters the engine can apply at the same time. `device`: see `memory_saver_args`.
     """
-    cpu = (device or ("cuda" if has_cuda() else "cpu")) != "cuda"
+    cpu = (device or default_device()) != "cuda"
     return dict(
         enable_lora=True,
         max_lora_rank=rank,
@@ -224,6 +224,11 @@ def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
     return bool(server_args.get("enable_memory_saver"))
 
 
+def default_device() -> str:
+    """Return the device of engines on this machine, unless `sglang.device` sets it."""
+    return "cuda" if has_cuda() else "cpu"
+
+
 def default_server_args(
     dtype: str,
     context_length: int,
@@ -238,7 +243,7 @@ def default_server_args(
     `mem_fraction_static`: fraction of a GPU's memory for model weights and KV cache. `max_total_tokens`: size of the KV cache on
     a CPU, in tokens.
     """
-    device = device or ("cuda" if has_cuda() else "cpu")
+    device = device or default_device()
     common = dict(
         device=device,
         dtype=dtype,
