@@ -54,9 +54,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 def measure_in_new_process(chunk: int) -> dict[str, float]:
     """Run `measure` in a new process, with the command-line arguments of this process."""
     command = [sys.executable, *sys.argv, "--chunk", str(chunk)]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    environment = os.environ | measurements.MEMORY_ENVIRONMENT
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(done.stdout)
 
 

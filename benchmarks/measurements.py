@@ -19,6 +19,13 @@ FLOORS: dict[Kind, float] = {  # smallest noise of a measurement, as a fraction 
     "wall": 0.5,  # other work on the machine takes the cores
 }
 
+MEMORY_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""Environment variables of a process whose peak memory is measured.
+
+With the threshold, glibc returns each freed block of at least 1 MiB to the system. By default, glibc raises the threshold when
+blocks are freed, to at most 32 MiB. The peak then contains freed blocks, too, and their number differs from one run to the next.
+"""
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -3,14 +3,17 @@
     python benchmarks/run.py [--only balance step] [--minutes 20] [--against FILE] [--output FOLDER]
 
 The results are in OUTPUT/DATE_TIME.json, and DATE_TIME.png shows the ratios. Each program is compared with its last result in
-OUTPUT or, if there is none, in the files bench_*.json of benchmarks/results. A program whose measurement got worse runs again if
-there is time for a second run. The measurement is then called worse only if it is worse in both runs. If the last result is from
+OUTPUT or, if there is none, in the files bench_*.json of benchmarks/results. After all programs, those with worse measurements
+run again if there is time. A measurement is then called worse only if it is worse in both runs. If the last result is from
 another machine, only ratios and counts are compared. The exit status is 1 if a program failed.
+
+The programs that write files use /dev/shm if it has 4 GiB free, because the speed of a disk changes from one run to the next.
 """
 
 import argparse
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +39,15 @@ TRL_HELP = "benchmarks/README.md says how to make an environment with TRL"
 SMOLLM2_HELP = "docs/tutorials/model.md says how to get SmolLM2 without the Hub"
 
 
+def folder_in_memory(folder: Path = Path("/dev/shm"), free_bytes: int = 4 * 2**30) -> Path:
+    """Return `folder`, or the folder for temporary files if `folder` does not exist or has less than `free_bytes` free."""
+    has_room = folder.is_dir() and shutil.disk_usage(folder).free >= free_bytes
+    return folder if has_room else Path(tempfile.gettempdir())
+
+
+FOLDER = folder_in_memory()
+
+
 @dataclass(frozen=True)
 class Program:
     """A program of benchmarks/ at one size."""
@@ -58,8 +70,8 @@ PROGRAMS = (
     Program("compute_only_what_matters", "compute_only_what_matters.py --hidden 128 --repeats 2", 180),
     Program("training_step model", "training_step.py --sizes model --repeats 2", 240),
     Program("training_step toy", "training_step.py --sizes toy --repeats 5", 150),
-    Program("convert", "convert.py --layers 2 --repeats 3", 240),
-    Program("checkpoint", "checkpoint.py --hidden 256 --repeats 5", 180),
+    Program("convert", f"convert.py --layers 2 --repeats 3 --warm --folder {FOLDER}", 240),
+    Program("checkpoint", f"checkpoint.py --hidden 256 --repeats 7 --folder {FOLDER}", 180),
     Program("controller", "controller.py --prompts 256 --ranks 256 --steps 4", 180),
     Program("step", "step.py --steps 12", 150),
     Program("observability", "observability.py --blocks 6 --steps 3", 180),
@@ -160,12 +172,12 @@ def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str
     return worse([Measurement(**one) for one in before["measurements"]], found, slowdown)
 
 
-def run_and_compare(program: Program, last: Mapping[str, Any], remaining_s: float) -> Outcome:
-    """Run a program. If a measurement is worse than in the last results and the time suffices, run the program again."""
-    start = time.monotonic()
-    outcome = run_program(program, min(program.deadline_s, remaining_s))
+def run_again_if_worse(program: Program, last: Mapping[str, Any], outcome: Outcome, remaining_s: float) -> Outcome:
+    """Compare a result with the last one. If a measurement is worse and the time suffices, run the program again.
+
+    Returns the newest result, with a sentence for each measurement that is worse in all runs.
+    """
     found = what_got_worse(last, program.name, outcome)
-    remaining_s -= time.monotonic() - start
     if found and remaining_s > 1.5 * outcome.seconds:
         outcome = run_program(program, min(program.deadline_s, remaining_s))
         in_both = what_got_worse(last, program.name, outcome)
@@ -195,20 +207,25 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 def run_all(
     programs: Sequence[Program], last: Mapping[str, Any], seconds: float, console: Console
 ) -> tuple[dict[str, Outcome], list[str]]:
-    """Run the programs in at most `seconds`. Returns the outcomes by name, and a sentence for each program that cannot run."""
-    outcomes, left_out, end = {}, [], time.monotonic() + seconds
-    for number, program in enumerate(programs, 1):
-        if missing := program.missing():
-            left_out.append(f"{program.name} was left out: {'; '.join(missing)}")
-            console.print(left_out[-1], style="yellow")
-            continue
+    """Run the programs in at most `seconds`, and those with worse measurements again in the time that is left.
+
+    Returns the outcomes by name, and a sentence for each program that cannot run.
+    """
+    end, outcomes = time.monotonic() + seconds, {}
+    left_out = {one.name: f"{one.name} was left out: {'; '.join(one.missing())}" for one in programs if one.missing()}
+    for sentence in left_out.values():
+        console.print(sentence, style="yellow")
+    chosen = [program for program in programs if program.name not in left_out]
+    for number, program in enumerate(chosen, 1):
         remaining_s = end - time.monotonic()
-        console.rule(f"{number} of {len(programs)}: {program.command}, {remaining_s / 60:.0f} minutes remain")
+        console.rule(f"{number} of {len(chosen)}: {program.command}, {remaining_s / 60:.0f} minutes remain")
         if remaining_s > 1:
-            outcomes[program.name] = run_and_compare(program, last, remaining_s)
+            outcomes[program.name] = run_program(program, min(program.deadline_s, remaining_s))
         else:
             outcomes[program.name] = Outcome(program.command, error="no time remained; set --minutes")
-    return outcomes, left_out
+    for program in chosen:
+        outcomes[program.name] = run_again_if_worse(program, last, outcomes[program.name], end - time.monotonic())
+    return outcomes, list(left_out.values())
 
 
 def table_of(outcomes: Mapping[str, Outcome], last: Mapping[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 import random
 import re
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,15 +111,19 @@ def as_last(outcomes: dict[str, run.Outcome]) -> dict:
     return {"programs": {name: outcome | {"machine": run.machine()} for name, outcome in programs.items()}}
 
 
+def run_and_compare(program: run.Program, last: dict) -> run.Outcome:
+    return run.run_again_if_worse(program, last, run.run_program(program, 60), 60)
+
+
 @pytest.mark.extended
 def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
     program = run.Program("slow", "slow.py", 60)
     fake_root(monkeypatch, tmp_path, 100_000)
-    last = as_last({"slow": run.run_and_compare(program, {}, 60)})
-    again = run.run_and_compare(program, last, 60)
+    last = as_last({"slow": run_and_compare(program, {})})
+    again = run_and_compare(program, last)
     assert again.error is None and again.worse == []
     fake_root(monkeypatch, tmp_path, 145_000)
-    (sentence,) = run.run_and_compare(program, last, 60).worse
+    (sentence,) = run_and_compare(program, last).worse
     assert re.match(r"work over base: .* ratio; worse by \d\d%, noise 1?\d\d?%", sentence)
 
 
@@ -127,8 +132,8 @@ def test_a_measurement_is_called_worse_only_if_it_is_worse_in_two_runs(monkeypat
     made = lambda program, deadline_s: run.Outcome("slow.py", 1.0, 1.0, [number(next(values))])  # noqa: E731
     monkeypatch.setattr(run, "run_program", made)
     program, last = run.Program("slow", "slow.py", 60), as_last({"slow": run.Outcome("slow.py", 1, 1, [number(1.0)])})
-    assert run.run_and_compare(program, last, 60).worse == []
-    assert len(run.run_and_compare(program, last, 60).worse) == 1
+    assert run_and_compare(program, last).worse == []
+    assert len(run_and_compare(program, last).worse) == 1
 
 
 def test_results_of_another_machine_or_command_are_not_compared_in_seconds():
@@ -167,8 +172,29 @@ def test_a_program_that_fails_when_it_runs_again_is_reported_as_failed(monkeypat
     outcomes = iter([run.Outcome("x.py", 1.0, 1.0, [number(9.0)]), run.Outcome("x.py", 1.0, error="exit status 3")])
     monkeypatch.setattr(run, "run_program", lambda program, deadline_s: next(outcomes))
     last = as_last({"x": run.Outcome("x.py", 1.0, 1.0, [number(1.0)])})
-    outcome = run.run_and_compare(run.Program("x", "x.py", 60), last, 60)
+    outcome = run_and_compare(run.Program("x", "x.py", 60), last)
     assert outcome.error == "exit status 3" and outcome.worse == []
+
+
+def test_all_programs_run_before_one_of_them_runs_again(monkeypatch):
+    ran = []
+
+    def measured(program, deadline_s):
+        ran.append(program.name)
+        return run.Outcome(program.command, 0.01, 1.0, [number(9.0 if program.name == "a" else 1.0)])
+
+    monkeypatch.setattr(run, "run_program", measured)
+    programs = [run.Program(name, f"{name}.py", 60) for name in "abc"]
+    last = as_last({name: run.Outcome(f"{name}.py", 1.0, 1.0, [number(1.0)]) for name in "abc"})
+    outcomes, _ = run.run_all(programs, last, 60, Console(quiet=True))
+    assert ran == ["a", "b", "c", "a"]
+    assert {name: len(outcome.worse) for name, outcome in outcomes.items()} == {"a": 1, "b": 0, "c": 0}
+
+
+def test_files_are_written_to_memory_only_if_there_is_room(tmp_path):
+    assert run.folder_in_memory(tmp_path, 1) == tmp_path
+    for folder, free_bytes in ((tmp_path, 2**60), (tmp_path / "missing", 1)):
+        assert run.folder_in_memory(folder, free_bytes) == Path(tempfile.gettempdir())
 
 
 @pytest.mark.extended
