@@ -92,8 +92,6 @@ def run_ranks():
 
     import mrl.workers.parity_trace  # noqa: F401
 
-    gc.freeze()  # a garbage collection in a rank would copy the memory pages that it shares with this process
-
     def run(dims, fn: Callable, *args: Any, timeout_s: float = 300) -> list[Any]:
         return run_in_processes(multiprocessing.get_context("fork"), dims, fn, args, timeout_s)
 

@@ -1,5 +1,6 @@
 """Runs a test's function on the ranks of a small trainer, each in its own process."""
 
+import gc
 import os
 import queue
 import time
@@ -9,6 +10,16 @@ from multiprocessing.context import ForkContext, SpawnContext
 from typing import Any
 
 from mrl.rollout.engines.server import PortLease
+
+
+def prepare_fork() -> None:
+    """Collect the garbage of this process, and exclude all remaining objects from garbage collection in forks.
+
+    An earlier test may have left an unreachable process group. If a fork collected it, its destructor would wait forever for
+    threads that exist only in this process. A collection would also copy the memory pages that forks share with this process.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def run_in_processes(
@@ -25,6 +36,7 @@ def run_in_processes(
         context.Process(target=main, args=(rank, dims, lease.port, results, fn, args))
         for rank in range(dims.world_size)
     ]
+    prepare_fork()
     for process in ranks:
         process.start()
     returned: dict[int, Any] = {}

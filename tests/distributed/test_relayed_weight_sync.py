@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 import torch
+from rank_processes import prepare_fork
 
 from models.architecture import Architecture
 from models.families.qwen import QWEN3
@@ -241,6 +242,7 @@ def test_a_push_over_relays_reaches_every_engine_and_goes_on_without_one_that_di
         servers.append(
             context.Process(target=serve_engine, args=(listener, own, EngineParallelSizes(tp), kill_files[-1]))
         )
+        prepare_fork()
         servers[-1].start()
         urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         listener.close()

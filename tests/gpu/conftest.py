@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from device_scheduler import devices_needed
-from rank_processes import run_in_processes
+from rank_processes import prepare_fork, run_in_processes
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for models_for_layouts
 
@@ -65,6 +65,7 @@ def start_process(device_type, request):
 
     def start(function: Callable, *args: Any) -> Any:
         processes.append(context.Process(target=function, args=args))
+        prepare_fork()
         processes[-1].start()
         return processes[-1]
 
