@@ -212,10 +212,11 @@ def run_all(
     Returns the outcomes by name, and a sentence for each program that cannot run.
     """
     end, outcomes = time.monotonic() + seconds, {}
-    left_out = {one.name: f"{one.name} was left out: {'; '.join(one.missing())}" for one in programs if one.missing()}
-    for sentence in left_out.values():
+    missing = {program.name: program.missing() for program in programs}
+    left_out = [f"{name} was left out: {'; '.join(sentences)}" for name, sentences in missing.items() if sentences]
+    for sentence in left_out:
         console.print(sentence, style="yellow")
-    chosen = [program for program in programs if program.name not in left_out]
+    chosen = [program for program in programs if not missing[program.name]]
     for number, program in enumerate(chosen, 1):
         remaining_s = end - time.monotonic()
         console.rule(f"{number} of {len(chosen)}: {program.command}, {remaining_s / 60:.0f} minutes remain")
@@ -225,7 +226,7 @@ def run_all(
             outcomes[program.name] = Outcome(program.command, error="no time remained; set --minutes")
     for program in chosen:
         outcomes[program.name] = run_again_if_worse(program, last, outcomes[program.name], end - time.monotonic())
-    return outcomes, list(left_out.values())
+    return outcomes, left_out
 
 
 def table_of(outcomes: Mapping[str, Outcome], last: Mapping[str, Any]) -> Table:

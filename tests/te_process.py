@@ -4,7 +4,6 @@ Megatron decides at its import whether it uses Transformer Engine. So tests with
 """
 
 import contextlib
-import gc
 import importlib.machinery
 import multiprocessing
 import os
@@ -60,8 +59,6 @@ def install() -> None:
     for name in ("core.extensions.transformer_engine_spec_provider", "core.models.mimo.optimizer"):
         import_module(f"megatron.{name}")
     import_module("mrl.workers.parity_trace")
-
-    gc.freeze()
 
 
 def _import_transformer_engine() -> None:

@@ -235,6 +235,7 @@ def push_twice(rank, urls, kill_file):
 def test_a_push_over_relays_reaches_every_engine_and_goes_on_without_one_that_dies(run_ranks, tmp_path, tp, places):
     engine_key()  # every process inherits the key
     context, kill_files, urls, servers = multiprocessing.get_context("fork"), [], [], []
+    prepare_fork()
     for number in range(len(places) // tp):
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         kill_files.append(tmp_path / f"kill_{number}")
@@ -242,7 +243,6 @@ def test_a_push_over_relays_reaches_every_engine_and_goes_on_without_one_that_di
         servers.append(
             context.Process(target=serve_engine, args=(listener, own, EngineParallelSizes(tp), kill_files[-1]))
         )
-        prepare_fork()
         servers[-1].start()
         urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         listener.close()
