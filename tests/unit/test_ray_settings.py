@@ -6,7 +6,7 @@ import re
 
 import pytest
 import ray
-from ray._private import ray_constants
+from ray._private import parameter, ray_constants
 from ray.scripts.scripts import start
 
 from mrl.config.process_schema import ClusterConfig
@@ -83,7 +83,7 @@ def test_ray_gets_the_settings_in_place_of_the_defaults(monkeypatch, tmp_path, a
     given = {}
 
     def init(**options):
-        given.update(options)
+        given.update(options, flags=parameter.RayParams())
         raise ValueError("no cluster in this test")
 
     monkeypatch.setattr(ray_cluster.ray, "init", init)
@@ -95,6 +95,8 @@ def test_ray_gets_the_settings_in_place_of_the_defaults(monkeypatch, tmp_path, a
         pass
     assert (given["log_to_driver"], given["logging_level"]) == (True, "INFO")
     started_here = address is None
+    assert bool(given["flags"].no_monitor) == bool(given["flags"].include_log_monitor) == started_here
+    assert parameter.RayParams().no_monitor is False
     assert ("object_store_memory" in given, "_memory" in given) == (started_here, started_here)
     if started_here:
         assert given["object_store_memory"] == 10**9 and given["_memory"] == 2 * 10**9
