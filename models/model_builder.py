@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -63,11 +62,15 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by Architecture.activation
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": _quick_gelu,
-    "squared_relu": squared_relu,
+    "squared_relu": _squared_relu,
 }
 HeadKind = Literal["vocabulary", "value", "score"]
 """Output layer of a language model, of a critic, or of a reward model."""

@@ -258,29 +258,30 @@ def selective_scan(
     """
     dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
     query, key, value, log_decay, step = (x.to(wide) for x in (query, key, value, log_decay, step))
-    groups, heads, channels = query.size(1), value.size(1) // query.size(1), value.size(2)
+    groups = query.size(1)
+    by_head = heads, channels = value.size(1) // groups, value.size(2)
     query, key = _chunks(query, plan), _chunks(key, plan)  # [N, g, C, k]
     values = _chunks((value * step[..., None]).view(len(value), groups, -1), plan)  # [N, g, C, heads * v]
     decay = _chunks(log_decay.view(len(log_decay), groups, heads), plan).cumsum(-2)  # [N, g, C, heads]
     pairs = _decay_of_pairs(decay.transpose(-1, -2))  # [N, g, heads, C, C]
     scores = (query @ key.transpose(-1, -2)).unsqueeze(2) * pairs
-    inside = (scores @ values.unflatten(-1, (heads, channels)).transpose(2, 3)).transpose(2, 3).flatten(-2)
-    to_end = (decay[..., -1:, :] - decay).exp().repeat_interleave(channels, -1)
-    updates = key.transpose(-1, -2) @ (values * to_end)  # [N, g, k, heads * v]
-    from_start = decay.exp().repeat_interleave(channels, -1)
+    inside = (scores @ values.unflatten(-1, by_head).transpose(2, 3)).transpose(2, 3)  # [N, g, C, heads, v]
+    to_end = (decay[..., -1:, :] - decay).exp().unsqueeze(-1)
+    updates = key.transpose(-1, -2) @ (values.unflatten(-1, by_head) * to_end).flatten(-2)  # [N, g, k, heads * v]
     widths = list(plan.widths)
     queries_of, inside_of, updates_of = query.split(widths), inside.split(widths), updates.split(widths)
-    from_start_of = from_start.split(widths)
+    from_start = decay.exp().unsqueeze(-1).split(widths)  # for each level: [width, g, C, heads, 1]
 
     def read(level: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        return queries_of[level] @ state * from_start_of[level] + inside_of[level], updates_of[level]
+        before = (queries_of[level] @ state).unflatten(-1, by_head)
+        return before * from_start[level] + inside_of[level], updates_of[level]
 
     def advance(level: int, state: Tensor, update: Tensor) -> Tensor:
-        return state * from_start_of[level][..., -1:, :] + update
+        return (state.unflatten(-1, by_head) * from_start[level][..., -1:, :, :]).flatten(-2) + update
 
     state = updates.new_zeros(widths[0], *updates.shape[1:])
-    out = _over_levels(plan, state, read, advance).transpose(1, 2).flatten(0, 1).index_select(0, plan.slots)
-    return out.view(len(value), -1, channels).to(dtype)
+    out = _over_levels(plan, state, read, advance)  # [N, g, C, heads, v]
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).flatten(1, 2).to(dtype)
 
 
 def _l2_norm(x: Tensor) -> Tensor:
