@@ -25,8 +25,10 @@ SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),)
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
-# Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
+# Megatron's field: [layers] 1 if the layer is recurrent
 _RECURRENT_LAYERS = "linear_attention_freq"
+Block = Literal["attention", "recurrent", "dense", "moe"]
+"""Part of a layer: attention, a recurrence in its place (gated delta net or Mamba-2), an MLP, or experts in its place."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,19 @@ class Architecture:
 
     vocab_size: int
     max_position_embeddings: int
-    rope: Rope
+    rope: Rope | None  # None: attention has no rotary embedding
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
-    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
+    # activation function of an MLP, or of its gate
+    activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
+    # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
+    only_blocks: tuple[Block, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -99,18 +104,39 @@ class Architecture:
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Whether some layers have a gated delta net in place of attention."""
+        """Whether some layers have a gated delta net or Mamba-2 in place of attention."""
         return _RECURRENT_LAYERS in self.transformer
 
     @property
+    def has_mamba(self) -> bool:
+        """Whether the recurrent layers are Mamba-2 layers."""
+        return "mamba_num_heads" in self.transformer
+
+    @property
     def recurrent_heads(self) -> dict[str, int]:
-        """Config field -> number of key heads or of value heads of a gated delta net. Empty without recurrent layers."""
+        """Config field -> number of heads, or of groups of heads, of a recurrent layer. Empty without recurrent layers.
+
+        Ranks split the groups, so that each rank has the keys and queries of its heads, and normalizes whole groups.
+        """
+        if self.has_mamba:
+            return dict(n_groups=self.transformer["mamba_num_groups"])
         names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
         return {name: self.transformer[name] for name in names}
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether the layer has a gated delta net in place of attention."""
+        """Whether the layer has a gated delta net or Mamba-2 in place of attention."""
         return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
+
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """Return the blocks of the layer, in order."""
+        if self.only_blocks:
+            return (self.only_blocks[layer],)
+        return "recurrent" if self.is_recurrent(layer) else "attention", "moe" if self.is_moe(layer) else "dense"
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP."""
+        return any("dense" in self.blocks(layer) for layer in range(self.num_layers))
 
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
         """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
@@ -125,7 +151,7 @@ class Architecture:
                 f"the first {self.vision.num_features} layers, which must be in the first stage; use fewer stages."
             )
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
-        dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
+        dense = dict(intermediate_size=t["ffn_hidden_size"]) if self.has_dense_layers else {}
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
         _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
@@ -160,17 +186,20 @@ class Architecture:
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
+        matrices = 3 if t["gated_linear_unit"] else 2  # of an MLP
+        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
+        of_block = dict(
+            attention=projections,
+            recurrent=recurrent_multiply_adds(t) if self.has_recurrent_layers else 0,
+            dense=matrices * width * t["ffn_hidden_size"],
+            moe=matrices * width * expert_width,
+        )
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
-            ffn_width = t["ffn_hidden_size"]
-            if self.is_moe(layer):
-                ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += 3 * width * ffn_width
-            if self.is_recurrent(layer):
-                linear += recurrent_multiply_adds(t)
-                continue
-            linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
-            num_full += not self.has_window(layer)
+            linear += sum(of_block[block] for block in self.blocks(layer))
+            if "attention" in self.blocks(layer):
+                linear += per_pair * self.window if self.has_window(layer) else 0
+                num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
         return linear + head, num_full * per_pair * attended
@@ -184,19 +213,27 @@ def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
 
 
 def recurrent_multiply_adds(t: dict[str, Any]) -> float:
-    """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
+    """Return the multiply-adds of a recurrent layer per token: matrices, convolution and recurrence.
 
-    The state of each value head is a matrix [components of a key, components of a value]. For each token, the recurrence uses all
-    elements of this matrix three times: it computes the value that the state predicts, corrects the state, and reads the output.
+    The state of each head of Mamba-2 or each value head of a gated delta net is a matrix [components of a key, components of a
+    value]. For each token, Mamba-2 uses all elements of this matrix twice: it updates the state, and reads the output. A gated
+    delta net also computes the value that the state predicts.
     """
-    keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
-    matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
+    width, values = t["hidden_size"], recurrent_value_width(t)
+    if "mamba_num_heads" in t:
+        keys = t["mamba_num_groups"] * t["mamba_state_dim"]
+        matrices = width * (3 * values + 2 * keys + t["mamba_num_heads"])
+        return matrices + (values + 2 * keys) * t["linear_conv_kernel_dim"] + 2 * values * t["mamba_state_dim"]
+    keys = t["linear_num_key_heads"] * t["linear_key_head_dim"]
+    matrices = width * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
     convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
     return matrices + convolution + 3 * values * t["linear_key_head_dim"]
 
 
 def recurrent_value_width(t: dict[str, Any]) -> int:
-    """Return the number of elements of the values of all heads of a gated delta net."""
+    """Return the number of elements of the values of all heads of a recurrent layer."""
+    if "mamba_num_heads" in t:
+        return t["mamba_num_heads"] * t["mamba_head_dim"]
     return t["linear_num_value_heads"] * t["linear_value_head_dim"]
 
 
@@ -342,11 +379,9 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     if "{layer}" not in row.megatron:
         yield row
         return
-    kind = row.present_in
-    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
-    is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
+    block = row.present_in.removesuffix("_layers") if row.present_in.endswith("_layers") else None
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
+        if block is None or block in arch.blocks(layer):
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 

@@ -79,6 +79,21 @@ RECURRENT = dict(
     full_attention_interval=2,
     rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
 )
+# two groups for each of two ranks, and two heads in each group; keys and values have different numbers of channels. The steps of
+# all heads are far from zero: transformers raises smaller steps than time_step_min, but mrl and SGLang do not.
+MAMBA = dict(
+    layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    ssm_state_size=10,
+    n_groups=4,
+    conv_kernel=4,
+    time_step_min=1e-30,
+    time_step_max=1.0,
+    time_step_floor=0.3,
+    rescale_prenorm_residual=False,
+)
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
 
 SIGMOID_ROUTED_MOE = dict(
@@ -148,6 +163,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         NO_TOKENS | GPT_OSS | dict(attention_bias=False, num_key_value_heads=4, tie_word_embeddings=True),
     ),
     "minimax_m2": ("MiniMaxM2", NO_TOKENS | MINIMAX),
+    "nemotron_h": ("NemotronH", NO_TOKENS | MAMBA),
+    "nemotron_h_moe": (
+        "NemotronH",
+        NO_TOKENS
+        | MAMBA
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3)
+        | dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, routed_scaling_factor=1.7)
+        | dict(moe_shared_expert_intermediate_size=20, mamba_num_heads=4, num_key_value_heads=4),
+    ),
     "olmo2": ("Olmo2", NO_TOKENS),
     "olmo2_biased": ("Olmo2", NO_TOKENS | dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
     "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
@@ -192,7 +216,7 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in tensor_name or "bias" in tensor_name:
+            if "norm" in tensor_name or "bias" in tensor_name or tensor_name.endswith(".D"):
                 tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in tensor_name else 0.2))
     model.save_pretrained(folder)
     return Path(folder)

@@ -16,6 +16,7 @@ from models.families.llama import LLAMA
 from models.families.minimax_m2 import MINIMAX_M2
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
+from models.families.nemotron_h import NEMOTRON_H
 from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -29,7 +30,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(DEEPSEEK_V3, GEMMA3, GLM4_MOE, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
-        *(OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
+        *(NEMOTRON_H, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
     )
 }
 

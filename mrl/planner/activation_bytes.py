@@ -3,7 +3,7 @@
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
 Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide these
 inputs over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
-trains: gated MLPs, grouped and latent attention, experts, and packed sequences. The attention kernels save no scores. So the
+trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So the
 paper's term 5 a s^2 b does not occur.
 
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mrl.planner.model_shape import LayerKind, ModelShape, ParameterShape, TowerShape
+from mrl.planner.model_shape import LayerKind, ModelShape, ParameterShape, RecurrentShape, TowerShape
 from parallel.dims import ParallelDims
 
 INDEX_BYTES = 8  # bytes of one int64 index
 STATISTIC_BYTES = 4  # bytes of one float32 statistic of a norm or a softmax
 FLOAT32_BYTES = 4
-RECURRENT_CHUNK = 64  # tokens of a chunk of a gated delta net, parallel.segment_recurrence.CHUNK
+RECURRENT_CHUNK = 64  # tokens of a chunk of a recurrence, parallel.segment_recurrence.CHUNK
 
 BytesByTensor = dict[str, int]
 """Name of a saved tensor -> its bytes."""
@@ -139,9 +139,12 @@ def layer_bytes(
     adapters: Adapters | None = None,
 ) -> int:
     """Return the bytes that one layer saves. `recomputed`: Megatron's names of the recomputed modules."""
-    first_half = recurrent_bytes(shape, batch) if kind.recurrent else attention_bytes(shape, batch, recomputed)
-    second_half = expert_bytes if kind.experts else mlp_bytes
-    parts = first_half | second_half(shape, batch, recomputed)
+    of_block = dict(attention=attention_bytes, recurrent=recurrent_bytes, dense=mlp_bytes, moe=expert_bytes)
+    parts: BytesByTensor = {}
+    for block in kind.blocks:
+        parts |= of_block[block](shape, batch, recomputed)
+    if shape.dropout:
+        parts["dropout masks"] = len(kind.blocks) * batch.rows * shape.hidden
     parts |= adapter_bytes(shape, kind, batch, recomputed, adapters) if adapters else {}
     return sum(parts.values())
 
@@ -211,8 +214,6 @@ def attention_bytes(
         saved["gated attention output"] = batch.tokens * width * e
     if "core_attn" not in recomputed:
         saved["softmax statistics"] = batch.tokens * shape.num_heads // batch.tp * STATISTIC_BYTES
-    if shape.dropout:
-        saved["dropout masks"] = 2 * batch.rows * shape.hidden
     return saved
 
 
@@ -226,6 +227,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     keys = batch.key_rows
     saved: BytesByTensor = {}
     several_groups = shape.num_kv_heads // batch.tp > 1
+    is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # of the queries
     reads_views = not several_groups if shape.projection_norms else shape.qk_norm
     if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q * (1 + shape.output_gate) + 2 * kv) * e
@@ -234,15 +236,15 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
     if shape.qk_norm:
         heads = (shape.num_heads + shape.num_kv_heads) // batch.tp
-        is_copy = several_groups and shape.num_heads > shape.num_kv_heads
         # If the input is a view, the bytes of the projection include it.
         saved["query norm's input"] = s * q * e if is_copy else 0
         normalized = 0 if batch.kernels.fused_norm else s * (q + kv) * e
         saved["qk norm statistics"] = s * heads * STATISTIC_BYTES + normalized
-    if shape.rotary_dim:
+    if shape.rotary_dim or is_copy:
         saved["rotated queries"] = s * q * e
+    if shape.rotary_dim or batch.is_gathered:
         saved["rotated keys"] = keys * kv * e
-        saved["rotary tables"] = 4 * s * shape.rotary_dim * e
+    saved["rotary tables"] = 4 * s * shape.rotary_dim * e
     if batch.is_gathered:
         saved["gathered values"] = keys * kv * e
         saved["attention output in token order"] = s * q * e
@@ -254,8 +256,10 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     return saved
 
 
-def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes that a gated delta net saves. They include the norm before it.
+def recurrent_bytes(
+    shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
+) -> BytesByTensor:
+    """Return the bytes that a recurrent layer saves for its recurrence. They include the norm before it.
 
     parallel.segment_recurrence computes all tokens of the pack, those of other context-parallel ranks included, in float32. The
     estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
@@ -264,25 +268,52 @@ def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     assert sizes is not None, "the model has no recurrent layers"
     e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)
     heads, tokens = sizes.value_heads // batch.tp, batch.tokens * batch.cp
-    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
-    channels = (2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim) // batch.tp
     own_values = batch.tokens * heads * sizes.value_dim
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.rows * shape.hidden * e
-    saved["convolution"] = 2 * tokens * channels * e  # its input and its output
-    saved["queries and keys"] = 3 * keys  # queries, keys and normalized keys
-    saved["values"] = values
-    # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
-    saved["numbers of heads"] = 7 * tokens * heads * wide
-    saved["chunks of queries and keys"] = 3 * keys
-    saved["pairs of tokens in a chunk"] = 5 * tokens * RECURRENT_CHUNK * heads * wide
-    saved["solved systems"] = keys + values
-    saved["reads and writes"] = 2 * keys + values
+    saved["convolution"] = 2 * tokens * sizes.channels // batch.tp * e  # its input and its output
     saved["states"] = -(-tokens // RECURRENT_CHUNK) * heads * sizes.key_dim * sizes.value_dim * wide
-    saved |= norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
+    saved |= (_mamba_bytes if sizes.is_mamba else _delta_rule_bytes)(sizes, tokens, heads, batch, wide)
     saved["output gates"] = 2 * own_values * wide
     saved["gated output"] = 2 * own_values * e  # before and after the multiplication by the gate
+    if not sizes.is_mamba:
+        return saved | norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
+    # Mamba-2 multiplies by the gate, normalizes the heads of a group together in float32, and multiplies by the norm's weight.
+    saved["gated norm's input"] = own_values * wide
+    saved["gated norm's statistics"] = batch.tokens * sizes.key_heads // batch.tp * STATISTIC_BYTES
+    saved["normalized output"] = own_values * e
     return saved
+
+
+def _delta_rule_bytes(
+    sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int
+) -> BytesByTensor:
+    """Return the bytes of the gated delta rule. `tokens`: of the pack. `heads`: value heads of this rank."""
+    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    return {
+        "queries and keys": 3 * keys,  # queries, keys and normalized keys
+        "values": values,
+        # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
+        "numbers of heads": 7 * tokens * heads * wide,
+        "chunks of queries and keys": 3 * keys,
+        "pairs of tokens in a chunk": 5 * tokens * RECURRENT_CHUNK * heads * wide,
+        "solved systems": keys + values,
+        "reads and writes": 2 * keys + values,
+    }
+
+
+def _mamba_bytes(sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int) -> BytesByTensor:
+    """Return the bytes of the recurrence of Mamba-2. `tokens`: of the pack. `heads`: heads of this rank."""
+    groups = sizes.key_heads // batch.tp
+    keys, values = tokens * groups * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    return {
+        "chunks of queries and keys": 2 * keys,
+        # values, in chunks, times decays, outputs of the states, and a copy of the chunks by heads if groups have several heads
+        "values": (4 + (heads > groups)) * values,
+        # numbers before and after the softplus, decays to the end and from the start of a chunk
+        "numbers of heads": 4 * tokens * heads * wide,
+        "pairs of tokens in a chunk": (2 * heads + groups) * tokens * RECURRENT_CHUNK * wide,
+    }
 
 
 def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
@@ -326,9 +357,9 @@ def _intermediate_bytes(
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product. With clamped gates, two more
-    # tensors are saved: the clamped gate and its sigmoid.
+    # tensors are saved: the clamped gate and its sigmoid. Without gates, the output of ReLU is saved in place of the projection.
     is_fused = batch.kernels.fused_mlp and shape.fused_activation
-    unfused = 0 if is_fused or not shape.gated else 2 + scaled + 2 * shape.clamped_gates
+    unfused = 0 if is_fused else scaled + (2 + 2 * shape.clamped_gates) * shape.gated
     return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
 
 
@@ -359,12 +390,12 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes of the router: indices and weights of the chosen experts, and the order of the sent tokens.
 
-    A sigmoid router also saves its scores, and a router with groups of experts saves the indices of the groups.
+    A sigmoid router also saves its scores, and a router with groups of experts saves a mask and the indices of the groups.
     """
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
-    scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0
-    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
+    scores = (shape.num_experts + 1) * STATISTIC_BYTES if shape.sigmoid_router else 0
+    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(shape.router_groups)
     return {"routing": batch.rows * (chosen + order + scores + groups)}
 
 

@@ -87,10 +87,9 @@ def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
     """
     sizes = shape.recurrence
     assert sizes is not None, "the model has no recurrent layers"
-    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-    convolution = (2 * keys + values) * (sizes.kernel - 1) * _CONVOLUTION_BYTES
-    layer = convolution + values * sizes.key_dim * _STATE_BYTES
-    return sum(shape.recurrent) * layer * topology.dp // topology.tp
+    convolution = sizes.channels * (sizes.kernel - 1) * _CONVOLUTION_BYTES
+    layer = convolution + sizes.value_heads * sizes.value_dim * sizes.key_dim * _STATE_BYTES
+    return shape.num_recurrent_layers * layer * topology.dp // topology.tp
 
 
 def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:

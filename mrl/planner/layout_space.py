@@ -218,7 +218,7 @@ class LayoutSpace:
         return self._dense_widths() + moe + self._shared_widths()
 
     def _dense_widths(self) -> list[int]:
-        return [] if all(self.shape.moe) else [self.arch.transformer["ffn_hidden_size"]]
+        return [self.arch.transformer["ffn_hidden_size"]] if self.shape.has_dense_layers else []
 
     def _shared_widths(self) -> list[int]:
         return [w] if (w := self.arch.transformer.get("moe_shared_expert_intermediate_size")) else []

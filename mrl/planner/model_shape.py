@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from models.architecture import VISION_PREFIX, Architecture, Family
+from models.architecture import VISION_PREFIX, Architecture, Block, Family
 from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
 from models.conversion.mapping import ParamMapping, VocabMapping
 from parallel.trainer_config import LoraConfig
@@ -30,8 +30,10 @@ HeadKind = Literal["vocabulary", "value"]
 MODULE_ORDER = (
     "input_layernorm.",
     "self_attention.conv_weight",
+    "self_attention.conv_bias",
     "self_attention.dt_bias",
     "self_attention.A_log",
+    "self_attention.D",
     "self_attention.norm_weight",
     "self_attention.core_attention.",
     "self_attention.linear_proj.",
@@ -74,35 +76,44 @@ contains.
 class LayerKind(NamedTuple):
     """What a layer consists of."""
 
-    experts: bool  # whether the layer has experts in place of one MLP
-    recurrent: bool = False  # whether the layer has a gated delta net in place of attention
+    blocks: tuple[Block, ...] = ("attention", "dense")  # in order
+
+    @property
+    def experts(self) -> bool:
+        """Whether the layer has experts."""
+        return "moe" in self.blocks
 
     @property
     def present(self) -> tuple[str, ...]:
         """The possible values of `present_in` for parameters of such a layer, see ParameterShape."""
-        return "always", "moe" if self.experts else "dense", "recurrent" if self.recurrent else "attention"
+        return "always", *self.blocks
 
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Sizes of the gated delta nets of a model."""
+    """Sizes of the recurrent layers of a model: gated delta nets, or Mamba-2 layers."""
 
-    key_heads: int
-    value_heads: int
+    key_heads: int  # Mamba-2: groups of heads
+    value_heads: int  # Mamba-2: heads
     key_dim: int  # channels of a key
     value_dim: int  # channels of a value
     kernel: int  # number of tokens that the convolution reads
+    is_mamba: bool = False
 
     @property
     def rule_macs(self) -> int:
         """Number of multiply-adds of one token in the recurrence of one layer; see Architecture.multiply_adds."""
-        return 3 * self.value_heads * self.value_dim * self.key_dim
+        return (2 if self.is_mamba else 3) * self.value_heads * self.value_dim * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def gathered_width(self) -> int:
         """Number of elements that context-parallel ranks gather for one token in one layer."""
-        heads = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        return heads + 2 * self.value_heads
+        return self.channels + (1 if self.is_mamba else 2) * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,7 @@ class ParameterShape:
 class ModelShape:
     """Sizes of one model. Instances are hashed by identity, so that functions with `lru_cache` can take them as arguments."""
 
-    moe: tuple[bool, ...]  # [layers] whether the layer has experts
+    kinds: tuple[LayerKind, ...]  # [layers]
     hidden: int  # width of the hidden states
     num_heads: int  # query heads
     num_kv_heads: int  # key/value heads
@@ -194,8 +205,7 @@ class ModelShape:
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
     window: int = 0  # number of tokens to which a token attends in layers with a sliding window; 0: no layer has one
     windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
-    recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
-    recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
+    recurrence: RecurrentShape | None = None  # sizes of the recurrent layers; None: no layer is recurrent
     zero_centered_norms: bool = False  # whether norms multiply by 1 + weight
     output_gate: bool = False  # whether attention has an output gate
     shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
@@ -221,7 +231,7 @@ class ModelShape:
         of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
         rows += of_tower if train_vision else []
         return cls(
-            moe=tuple(map(arch.is_moe, range(arch.num_layers))),
+            kinds=tuple(LayerKind(arch.blocks(layer)) for layer in range(arch.num_layers)),
             hidden=t["hidden_size"],
             num_heads=t["num_attention_heads"],
             num_kv_heads=t["num_query_groups"],
@@ -241,12 +251,11 @@ class ModelShape:
             clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
-            rotary_dim=arch.rope.dim,
+            rotary_dim=0 if arch.rope is None else arch.rope.dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
             window=arch.window,
             windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
-            recurrent=tuple(map(arch.is_recurrent, range(arch.num_layers))),
             recurrence=_recurrent_shape(t) if arch.has_recurrent_layers else None,
             zero_centered_norms=t.get("layernorm_zero_centered_gamma", False),
             output_gate=t.get("attention_output_gate", False),
@@ -271,16 +280,30 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        return len(self.moe)
+        return len(self.kinds)
 
     @cached_property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer consists of [layers]."""
-        return tuple(map(LayerKind, self.moe, self.recurrent or [False] * self.num_layers))
+    def moe(self) -> tuple[bool, ...]:
+        """Whether each layer has experts [layers]."""
+        return tuple(kind.experts for kind in self.kinds)
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """Number of blocks of each layer: 2, or 1 if layers have either attention, or a recurrence, or an MLP, or experts."""
+        return len(self.kinds[0].blocks)
+
+    @cached_property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP."""
+        return any("dense" in kind.blocks for kind in self.kinds)
 
     @cached_property
     def num_attention_layers(self) -> int:
-        return self.num_layers - sum(self.recurrent)
+        return sum("attention" in kind.blocks for kind in self.kinds)
+
+    @cached_property
+    def num_recurrent_layers(self) -> int:
+        return sum("recurrent" in kind.blocks for kind in self.kinds)
 
     @property
     def has_latent_attention(self) -> bool:
@@ -310,7 +333,7 @@ class ModelShape:
     def layer_weights(self, moe: bool) -> float:
         """Return the number of weights of one layer with or without experts, but without routed experts.
 
-        Layers with attention and recurrent layers have different numbers of weights, so this is the mean of the model's layers.
+        Layers with different blocks have different numbers of weights, so this is the mean of the model's layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]
@@ -341,7 +364,7 @@ class ModelShape:
     def token_macs(self) -> int:
         """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
         experts = sum(self.moe) * self.topk * self.parameters_per_expert
-        rules = sum(self.recurrent) * self.recurrence.rule_macs if self.recurrence else 0
+        rules = self.num_recurrent_layers * self.recurrence.rule_macs if self.recurrence else 0
         return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + rules + self.output_macs
 
     @cached_property
@@ -370,6 +393,9 @@ class ModelShape:
 
 
 def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
+    if "mamba_num_heads" in t:
+        sizes = (t[f"mamba_{name}"] for name in ("num_groups", "num_heads", "state_dim", "head_dim"))
+        return RecurrentShape(*sizes, t["linear_conv_kernel_dim"], is_mamba=True)
     fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
 

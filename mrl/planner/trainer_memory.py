@@ -268,7 +268,7 @@ def _backward_bytes(
 ) -> int:
     """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
     kinds, modules = {kind for stage in kinds_by_stage for kind in stage}, recompute.modules
-    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts, not adapters) for kind in kinds), default=0)
+    gradients = max((_layer_gradient_bytes(shape, batch, kind, not adapters) for kind in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         group = min(group, max(map(len, kinds_by_stage), default=0))
@@ -283,20 +283,24 @@ def _backward_bytes(
     return gradients
 
 
-def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool, trains_weights: bool) -> int:
-    """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, kind: LayerKind, trains_weights: bool) -> int:
+    """Return the bytes of gradients during the backward pass of the layer's MLP or experts, or of its only block.
 
-    The result includes the gradients of the activations inside the MLP or the experts, and the gradient of the input. For a dense
-    MLP, the result also includes the gradients of weights, unless the weights are frozen.
+    The result includes the gradients of the activations inside this block, and the gradient of the input. Except for experts, the
+    result also includes the gradients of weights, unless the weights are frozen.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
-    if not has_experts:
-        width = shape.ffn // batch.tp
-        weights = 2 * width * shape.hidden * e if trains_weights else 0
-        return batch.tokens * matrices * width * e + gathered + weights
-    received = batch.expert_rows(shape.topk)
-    return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
+    if kind.experts:
+        received = batch.expert_rows(shape.topk)
+        return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
+    if "dense" in kind.blocks:
+        first, inside = (matrices - 1) * shape.ffn, matrices * shape.ffn
+    else:  # the projection before attention or a recurrence, and the gradients of its parts
+        first = max(p.shape[0] for p in shape.parameters if p.present_in in kind.present and ".linear_" in p.name)
+        inside = 2 * first
+    weights = first // batch.tp * shape.hidden * e if trains_weights else 0
+    return batch.tokens * inside // batch.tp * e + gathered + weights
 
 
 @lru_cache(maxsize=65536)

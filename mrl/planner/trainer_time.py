@@ -142,15 +142,17 @@ class TrainerTime:
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
-        attention = shape.num_attention_layers / shape.num_layers  # fraction of the layers
+        # fractions of the layers
+        attention, recurrent = (n / shape.num_layers for n in (shape.num_attention_layers, shape.num_recurrent_layers))
         rule, gathered = (shape.recurrence.rule_macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
-        width = attention * shape.gathered_kv_width + (1 - attention) * gathered
+        width = attention * shape.gathered_kv_width + recurrent * gathered
         keys_values = tokens * width / tp * WEIGHT_BYTES * (cp - 1) / cp
         expert_s = np.maximum(
             2 * expert * expert_tokens / cluster.expert_flops_per_s,
             WEIGHT_BYTES * local_experts / cluster.hbm_bytes_per_s,
         )
-        gathers = 4 * dense + (2 + 2 * (shape.shared_ffn > 0)) * moe
+        # two gathers for each block; only the shared experts of a layer with experts are split as other matrices
+        gathers = 2 * shape.blocks_per_layer * dense + 2 * (shape.blocks_per_layer - 1 + (shape.shared_ffn > 0)) * moe
         return dict(
             matmul=np.maximum(
                 2 * macs * gpu_tokens / cluster.matmul_flops_per_s, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes_per_s
@@ -160,7 +162,7 @@ class TrainerTime:
             * layers
             * (
                 attention * shape.attention_macs * shape.attended_squares(squares_per_token)
-                + (1 - attention) * rule * cp
+                + recurrent * rule * cp
             )
             * gpu_tokens
             / cluster.attention_flops_per_s,

@@ -28,6 +28,8 @@ KINDS = {
     "recurrent": ("qwen3_5", LARGE_EPSILON),
     "recurrent_biased": ("qwen3_5_biased", LARGE_EPSILON),
     "recurrent_moe": ("qwen3_next", dict(rms_norm_eps=3e-2)),
+    "mamba": ("nemotron_h", {}),
+    "mamba_moe": ("nemotron_h_moe", {}),
     "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),

@@ -174,6 +174,7 @@ def export(rank: int, path, folder, dims: ParallelDims):
         ("mixtral", ParallelDims(tp=2, dp=2, ep=2)),
         ("gpt_oss", ParallelDims(tp=2, dp=2, ep=2)),
         *[(kind, ParallelDims(**d)) for kind in ("glm", "deepseek") for d in (dict(dp=2, ep=2), dict(tp=2, pp=2))],
+        *[(kind, ParallelDims(tp=2, pp=2)) for kind in ("mamba", "mamba_moe")],
         ("biased", ParallelDims(tp=2, pp=2)),
     ],
     ids=str,

@@ -99,6 +99,8 @@ def their_gradients(model) -> dict:
             matrices = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
             for one, part in zip(matrices, gradient.chunk(len(matrices)), strict=True):
                 found[f"{stem}.experts.{expert}.{one}.weight"] = part
+    if model.config.model_type == "nemotron_h":
+        return {name.replace("model.", "backbone."): gradient for name, gradient in found.items()}
     if model.config.model_type not in ("minimax_m2", "mixtral"):
         return found
     matrices = dict(gate_proj="w1", up_proj="w3", down_proj="w2", mlp="block_sparse_moe")

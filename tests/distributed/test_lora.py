@@ -180,7 +180,7 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
     [
         *("tied", "biased", "qkv_biased", "mistral", "seed", "gemma", "olmo2", "olmo3", "phi"),
         *("moe", "mixtral", "glm", "deepseek", "minimax", "gpt_oss"),
-        *("recurrent", "recurrent_biased", "recurrent_moe"),
+        *("recurrent", "recurrent_biased", "recurrent_moe", "mamba", "mamba_moe"),
     ],
 )
 def test_gradients_of_other_families(run_ranks, expected, kind, dims):

@@ -21,7 +21,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import MERGED_ELEMENTS, LoraConfig
 
 FULL = Recompute("full", "uniform", 1)
-DENSE = LayerKind(experts=False)
+DENSE = LayerKind()
 # Model of table 3 in Korthikanti et al. 2022 -> (hidden size, layers, heads)
 GPT = {"22B": (6144, 48, 64), "175B": (12288, 96, 96), "530B": (20480, 105, 128), "1T": (25600, 128, 160)}
 
@@ -36,7 +36,7 @@ def gpt(name: str) -> ModelShape:
     """Return a model of the paper: ungated MLP, no rotary embedding, as many key heads as query heads, dropout."""
     hidden, layers, heads = GPT[name]
     return ModelShape(
-        moe=(False,) * layers,
+        kinds=(LayerKind(),) * layers,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=heads,
@@ -240,7 +240,7 @@ def test_adapters_keep_copies_of_their_matrices_and_their_products(tp):
 
 def test_every_expert_of_a_rank_has_adapters_of_its_own():
     shape, config = published(QWEN3_30B_A3B)
-    kind, batch = LayerKind(experts=True), MicroBatchShape.of(ParallelDims(dp=8, ep=8), 2048, 2)
+    kind, batch = LayerKind(("attention", "moe")), MicroBatchShape.of(ParallelDims(dp=8, ep=8), 2048, 2)
     of = dict(rank=4, targets=["q_proj", "gate_proj", "up_proj", "down_proj"])
     with_experts, without = (adapters_of(config, ep=8, **of, experts=experts) for experts in (True, False))
     found, attention = (layer_bytes(shape, kind, batch, adapters=each) for each in (with_experts, without))
