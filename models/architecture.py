@@ -7,7 +7,7 @@ group builds a model. This module does not import Megatron, so the driver can us
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -62,6 +62,9 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
+    # [layers] whether the layer has an indexer; a layer without one attends to the keys that the last indexer before it has chosen.
+    # Empty: attention is not sparse.
+    indexer_layers: tuple[bool, ...] = ()
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
 
@@ -78,6 +81,28 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether tokens attend to the keys that an indexer chooses (parallel/sparse_attention.py)."""
+        return bool(self.indexer_layers)
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether the layer has an indexer."""
+        return self.has_sparse_attention and self.indexer_layers[layer]
+
+    def check_first_layers(self, first_layers: Iterable[int]) -> None:
+        """Raise ValueError if a pipeline stage would begin with a layer that needs the keys of an earlier stage's indexer.
+
+        `first_layers`: index of the first layer of each virtual stage.
+        """
+        if without := [layer for layer in first_layers if self.has_sparse_attention and not self.has_indexer(layer)]:
+            possible = ", ".join(str(layer) for layer, has_indexer in enumerate(self.indexer_layers) if has_indexer)
+            raise ValueError(
+                f"a pipeline stage begins with layer {without[0]} (counted from 0), which has no indexer: it uses the keys that an "
+                "earlier layer has chosen, and stages do not send each other these keys; choose parallel.pp, parallel.vpp and the "
+                f"numbers of layers of uneven stages so that every stage begins with one of the layers {possible}."
+            )
 
     @property
     def has_sinks(self) -> bool:
@@ -136,6 +161,7 @@ class Architecture:
                 )
             else:
                 _check_divides("pp", dims.pp, layers)
+            self.check_first_layers(range(0, self.num_layers, per_stage))
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -346,6 +372,8 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
     is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
     for layer in range(arch.num_layers):
+        if kind == "indexer_layers" and not arch.has_indexer(layer):
+            continue
         if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)

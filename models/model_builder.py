@@ -52,6 +52,7 @@ from parallel.megatron_layers import (
     spec_provider,
 )
 from parallel.rope import Rope
+from parallel.sparse_attention import SparseAttention
 
 logger = logging.getLogger(__name__)
 
@@ -168,18 +169,21 @@ def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
     return build
 
 
-def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
+def _latent_attention(provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
     linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
+    rotary, core = AmplifiedRotaryEmbedding(arch.rope), PackedAttention
+    if arch.has_sparse_attention:
+        core = ModuleSpec(SparseAttention, params={"rotary": rotary, "indexer_layers": arch.indexer_layers})
     return ModuleSpec(
         module=PackedLatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rotary": AmplifiedRotaryEmbedding(rope)},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=linear,
             q_layernorm=norm,
             linear_q_up_proj=linear,
             kv_layernorm=norm,
             linear_kv_up_proj=linear,
-            core_attention=PackedAttention,
+            core_attention=core,
             linear_proj=provider.row_parallel_linear(),
         ),
     )
@@ -283,7 +287,7 @@ def _block_spec(
     """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
     if arch.has_latent_attention:
-        attention = local_attention = _latent_attention(provider, arch.rope)
+        attention = local_attention = _latent_attention(provider, arch)
     else:
         attention = local_attention = _attention(config, provider, packed_attention, arch.parts)
     if arch.local_rope is not None:
@@ -296,6 +300,7 @@ def _block_spec(
     is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    arch.check_first_layers(layers[:1])
     return TransformerBlockSubmodules(
         layer_specs=[
             _layer_spec(config, attention_of[layer], provider, arch.parts, bool(is_moe[layer])) for layer in layers
