@@ -24,6 +24,7 @@ VISION_PREFIX = "visual."  # begins the names of all parameters of the vision to
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
+_ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 # Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
 _RECURRENT_LAYERS = "linear_attention_freq"
@@ -178,7 +179,8 @@ class Architecture:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
         Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
-        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound. In sparse
+        attention, trainers compute the products with all keys, and those of the indexer.
         `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
@@ -186,6 +188,7 @@ class Architecture:
         projections, per_pair = (
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
+        of_indexer, of_index_pair = _indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
             ffn_width = t["ffn_hidden_size"]
@@ -196,10 +199,11 @@ class Architecture:
                 linear += recurrent_multiply_adds(t)
                 continue
             linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
+            linear += of_indexer * self.has_indexer(layer)
             num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
-        return linear + head, num_full * per_pair * attended
+        return linear + head, (num_full * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -236,6 +240,12 @@ def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
+def _indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
+    """Return the two numbers of `_attention_multiply_adds` for the indexer of a layer with sparse attention."""
+    heads, channels = t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"]
+    return t["q_lora_rank"] * heads * channels + t["hidden_size"] * (channels + heads), heads * (channels + 1)
+
+
 def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
     for name, whole in dimensions.items():
         if whole % size:
@@ -267,6 +277,8 @@ class Family:
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # the only dtype in which SGLang computes the architecture; None: every dtype
+    engine_dtype: str | None = None
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang stores some weights in the dtype of config.json instead of the dtype of the engine
     engine_reads_dtype: bool = False
@@ -312,6 +324,11 @@ class Family:
                 f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
                 "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
             )
+        if arch.has_sparse_attention and (channels := arch.transformer["dsa_indexer_head_dim"]) != _ENGINE_INDEX_CHANNELS:
+            raise ValueError(
+                f"{config.path}: index_head_dim={channels}, but SGLang 0.5.23 caches keys of indexers only with "
+                f"{_ENGINE_INDEX_CHANNELS} channels; train the model with mrl sft, or from recorded rollouts (rollout.replay)."
+            )
         rope = arch.rope
         if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
@@ -321,7 +338,12 @@ class Family:
             )
 
     def check_engine_dtype(self, config: HFConfig, dtype: str) -> None:
-        """Raise ValueError if an SGLang engine of this dtype would store some weights in another dtype."""
+        """Raise ValueError if an SGLang engine cannot compute in this dtype, or would store some weights in another dtype."""
+        if self.engine_dtype not in (None, dtype):
+            raise ValueError(
+                f"{config.path}: SGLang 0.5.23 computes {self.architecture} only in {self.engine_dtype}, not in {dtype}; set "
+                f"sglang.dtype={self.engine_dtype}."
+            )
         stored = config.fields.get("dtype") or config.fields.get("torch_dtype") or dtype
         if self.engine_reads_dtype and stored != dtype:
             raise ValueError(

@@ -12,7 +12,7 @@ The choice of keys has no gradient, so the loss of a policy gives the indexer no
 from a loss of its own, on the distribution of the attention's weights.) Therefore the weights of the indexer are frozen: they
 have no gradient buffers and no optimizer state. Nothing flows back from the scores to the hidden states either.
 
-Index scores are in float32. Of keys with equal scores, the earliest are chosen, so the choice does not depend on the layout or on
+Index scores are in float32, of queries and keys in the dtype of the model. Of keys with equal scores, the earliest are chosen, so the choice does not depend on the layout or on
 the kernel. (torch.topk breaks ties in no fixed order.) If no query of a pack has more than `topk` keys, a token attends to all of
 them, and the indexer computes nothing.
 
@@ -38,9 +38,9 @@ from torch.distributed import ProcessGroup
 from parallel.attention import PackedAttention
 from parallel.megatron_layers import AmplifiedRotaryEmbedding
 from parallel.packing import AttentionCall, PackedSequences
+from parallel.trainer_config import INDEX_PRODUCTS
 
 _NORM_EPSILON = 1e-6  # of the norm of the indexer's keys, in every model
-_BLOCK_ELEMENTS = 1 << 26  # largest number of products of queries and keys of all heads that are in memory at the same time
 
 
 class IndexerNorm(torch.nn.LayerNorm):
@@ -97,8 +97,9 @@ class LightningIndexer(torch.nn.Module):
             compressed = gather_from_sequence_parallel_region(compressed, group=tp_group)
             both = gather_from_sequence_parallel_region(torch.cat([key, weights], -1), group=tp_group)
             key, weights = both.split([self.channels, self.heads], -1)
-        query = self.wq_b(compressed).float().unflatten(-1, (self.heads, self.channels))
-        query, key = self._rotate(query, pack), self._rotate(key.unsqueeze(1), pack).squeeze(1)
+        query = self.wq_b(compressed).unflatten(-1, (self.heads, self.channels))
+        rotated = self._rotate(query.float(), pack), self._rotate(key.unsqueeze(1), pack).squeeze(1)
+        query, key = (rows.to(hidden.dtype) for rows in rotated)
         if cp_group.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=cp_group)
         if pack.query_index is not None:
@@ -135,7 +136,7 @@ def choose_keys(query: Tensor, key: Tensor, weights: Tensor, call: AttentionCall
     time.
     """
     query, key, weights = (rows.unflatten(0, (call.count, -1)) for rows in (query, key, weights))
-    block = max(1, _BLOCK_ELEMENTS // (call.count * query.size(2) * call.num_keys))
+    block = max(1, INDEX_PRODUCTS // (call.count * query.size(2) * call.num_keys))
     own_key = call.num_keys - call.num_queries  # index of the first query's own key
     causal = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
     masks = [
@@ -147,8 +148,16 @@ def choose_keys(query: Tensor, key: Tensor, weights: Tensor, call: AttentionCall
 
 def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """Return the index scores [count, queries, K]; arguments [count, queries, h, c], [count, K, c] and [count, queries, h]."""
-    products = (query.flatten(1, 2) @ key.mT).relu_()  # [count, queries * h, K]
+    products = _products(query.flatten(1, 2), key.mT).relu_()  # [count, queries * h, K]
     return (weights.unsqueeze(2) @ products.unflatten(1, query.shape[1:3])).squeeze(2)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return the matrix products [count, rows, columns] in float32. On a GPU, tensor cores multiply the 16-bit numbers."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
 
 
 def _best(scores: Tensor, topk: int) -> Tensor:

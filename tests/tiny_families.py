@@ -100,7 +100,7 @@ DEEPSEEK_ROPE = dict(
     YARN_ROPE, factor=40.0, beta_fast=2, beta_slow=1, mscale=1.0, mscale_all_dim=0.707, rope_theta=500.0
 )
 # so many heads that the index scores of two keys are never both zero, where transformers would choose one in no fixed order
-INDEXER = dict(index_topk=7, index_n_heads=32, index_head_dim=10)
+INDEXER = dict(index_topk=7, index_n_heads=32, index_head_dim=128)  # SGLang needs 128
 
 # name -> (prefix of the class names in transformers, config fields in addition to SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -124,6 +124,7 @@ DEEPSEEK_V32 = replace(
     table=TABLE,
     defaults=_DEFAULTS,
     engine_needs_gpu=True,  # because of the kernels of sparse attention
+    engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and the keys and values of sparse attention
 )
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
