@@ -63,7 +63,7 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    # [layers] whether the layer has an indexer; a layer without one attends to the keys that the last indexer before it has chosen.
+    # [layers] whether the layer has an indexer. A layer without one reads the keys that the last indexer has chosen.
     # Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
@@ -100,9 +100,9 @@ class Architecture:
         if without := [layer for layer in first_layers if self.has_sparse_attention and not self.has_indexer(layer)]:
             possible = ", ".join(str(layer) for layer, has_indexer in enumerate(self.indexer_layers) if has_indexer)
             raise ValueError(
-                f"a pipeline stage begins with layer {without[0]} (counted from 0), which has no indexer: it uses the keys that an "
-                "earlier layer has chosen, and stages do not send each other these keys; choose parallel.pp, parallel.vpp and the "
-                f"numbers of layers of uneven stages so that every stage begins with one of the layers {possible}."
+                f"a pipeline stage begins with layer {without[0]} (counted from 0), which has no indexer: it uses the keys that "
+                "an earlier layer has chosen, and stages do not send each other these keys; choose parallel.pp, parallel.vpp and "
+                f"the numbers of layers of uneven stages so that every stage begins with one of the layers {possible}."
             )
 
     @property
@@ -324,7 +324,10 @@ class Family:
                 f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
                 "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
             )
-        if arch.has_sparse_attention and (channels := arch.transformer["dsa_indexer_head_dim"]) != _ENGINE_INDEX_CHANNELS:
+        if (
+            arch.has_sparse_attention
+            and (channels := arch.transformer["dsa_indexer_head_dim"]) != _ENGINE_INDEX_CHANNELS
+        ):
             raise ValueError(
                 f"{config.path}: index_head_dim={channels}, but SGLang 0.5.23 caches keys of indexers only with "
                 f"{_ENGINE_INDEX_CHANNELS} channels; train the model with mrl sft, or from recorded rollouts (rollout.replay)."

@@ -115,7 +115,12 @@ class PackedAttention(torch.nn.Module):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, masks: Sequence[Tensor | None] | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pack: PackedSequences,
+        masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:  # [L, n*d]
         """Compute the attention over the keys in `masks`, which has one mask for each call of the pack: see `attend_batched`.
 

@@ -12,9 +12,9 @@ The choice of keys has no gradient, so the loss of a policy gives the indexer no
 from a loss of its own, on the distribution of the attention's weights.) Therefore the weights of the indexer are frozen: they
 have no gradient buffers and no optimizer state. Nothing flows back from the scores to the hidden states either.
 
-Index scores are in float32, of queries and keys in the dtype of the model. Of keys with equal scores, the earliest are chosen, so the choice does not depend on the layout or on
-the kernel. (torch.topk breaks ties in no fixed order.) If no query of a pack has more than `topk` keys, a token attends to all of
-them, and the indexer computes nothing.
+Index scores are in float32, of queries and keys in the dtype of the model. Of keys with equal scores, the earliest are chosen, so
+the choice does not depend on the layout or on the kernel. (torch.topk breaks ties in no fixed order.) If no query of a pack has
+more than `topk` keys, a token attends to all of them, and the indexer computes nothing.
 
 In GLM-5 models, a layer may have no indexer. Then it uses the keys that the last layer before it with an indexer has chosen. Both
 layers must be in the same pipeline stage.
@@ -61,8 +61,8 @@ class IndexerNorm(torch.nn.LayerNorm):
 class LightningIndexer(torch.nn.Module):
     """Chooses the keys to which each token attends. Every tensor-parallel rank computes all heads of the indexer.
 
-    The ranks gather the compressed queries [L, q_lora_rank], the keys [L, c] and the weights of the heads [L, h], so that each rank
-    chooses the keys for all L queries. The queries of all heads would be larger.
+    The ranks gather the compressed queries [L, q_lora_rank], the keys [L, c] and the weights of the heads [L, h], so that each
+    rank chooses the keys for all L queries. The queries of all heads would be larger.
     """
 
     def __init__(self, config: MLATransformerConfig, rotary: AmplifiedRotaryEmbedding) -> None:
@@ -109,9 +109,7 @@ class LightningIndexer(torch.nn.Module):
         queries, of_heads = (rows.split([c.count * c.num_queries for c in pack.calls]) for rows in (query, weights))
         keys = key.split([call.count * call.num_keys for call in pack.calls])
         calls = zip(queries, keys, of_heads, pack.calls, strict=True)
-        return [
-            choose_keys(q, k, w, call, self.topk) if call.num_keys > self.topk else None for q, k, w, call in calls
-        ]
+        return [choose_keys(q, k, w, call, self.topk) if call.num_keys > self.topk else None for q, k, w, call in calls]
 
     def _rotate(self, x: Tensor, pack: PackedSequences) -> Tensor:
         """Rotate the first components of queries [L, h, c] or keys [L, 1, c] by the position of each token.
@@ -131,9 +129,9 @@ class LightningIndexer(torch.nn.Module):
 def choose_keys(query: Tensor, key: Tensor, weights: Tensor, call: AttentionCall, topk: int) -> Tensor:
     """Return the mask [count, num_queries, num_keys] of the `topk` keys with the best index scores of each query.
 
-    `query` [count * num_queries, h, c], `key` [count * num_keys, c], `weights` [count * num_queries, h]. A query chooses only from
-    the keys to which it may attend: see AttentionCall. The scores of all heads are computed for a limited number of queries at a
-    time.
+    `query` [count * num_queries, h, c], `key` [count * num_keys, c], `weights` [count * num_queries, h]. A query chooses only
+    from the keys to which it may attend: see AttentionCall. The scores of all heads are computed for a limited number of queries
+    at a time.
     """
     query, key, weights = (rows.unflatten(0, (call.count, -1)) for rows in (query, key, weights))
     block = max(1, INDEX_PRODUCTS // (call.count * query.size(2) * call.num_keys))
@@ -141,7 +139,7 @@ def choose_keys(query: Tensor, key: Tensor, weights: Tensor, call: AttentionCall
     causal = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
     masks = [
         _best(index_scores(q, key, w).masked_fill_(~allowed, float("-inf")), topk).logical_and_(allowed)
-        for q, w, allowed in zip(*(rows.split(block, dim) for rows, dim in ((query, 1), (weights, 1), (causal, 0))))
+        for q, w, allowed in zip(query.split(block, 1), weights.split(block, 1), causal.split(block), strict=True)
     ]
     return masks[0] if len(masks) == 1 else torch.cat(masks, 1)
 
@@ -187,7 +185,9 @@ class SparseAttention(PackedAttention):
     ) -> None:
         super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
         self.layer, self.topk, self.tp_group = layer_number - 1, config.dsa_indexer_topk, pg_collection.tp
-        self.source = max(layer for layer in range(layer_number) if indexer_layers[layer])  # the layer that chooses the keys
+        self.source = max(
+            layer for layer in range(layer_number) if indexer_layers[layer]
+        )  # the layer that chooses the keys
         self.is_read_later = layer_number < len(indexer_layers) and not indexer_layers[layer_number]
         self.indexer = LightningIndexer(config, rotary) if self.source == self.layer else None
 
@@ -225,7 +225,7 @@ class SparseAttention(PackedAttention):
         return masks
 
     def _read(self, pack: PackedSequences) -> list[Tensor | None]:
-        """Return the keys that an earlier layer has chosen. Without a backward pass, the last layer that reads them drops them."""
+        """Return the keys that an earlier layer has chosen. If no backward pass follows, the last reader drops them."""
         masks = pack.chosen_keys[self.source]
         if not self.training and not self.is_read_later:
             _drop(pack, self.source)

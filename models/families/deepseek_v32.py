@@ -12,7 +12,7 @@ uses 1e-6. The published configs of GLM-5 have 1e-5.
 
 from dataclasses import replace
 
-from models.architecture import Architecture, Family
+from models.architecture import Architecture
 from models.conversion.mapping import ParamMapping
 from models.families import deepseek_v3
 from models.families.decoder_blocks import DENSE_MLP, EMBEDDINGS, SIGMOID_ROUTED_MOE
@@ -23,7 +23,10 @@ _INDEXER, _HF_INDEXER = (
     "decoder.layers.{layer}.self_attention.core_attention.indexer",
     "model.layers.{layer}.self_attn.indexer",
 )
-_FULL, _SHARED = "full", "shared"  # values of indexer_types: the layer has an indexer, or it uses the keys of an earlier layer
+_FULL, _SHARED = (
+    "full",
+    "shared",
+)  # values of indexer_types: the layer has an indexer, or it uses the keys of an earlier layer
 _ROW = dict(present_in="indexer_layers", is_frozen=True)
 # index_q: queries of all heads of the indexer; index_dim: its only key; index_heads: number of its heads
 INDEXER = (
@@ -87,12 +90,17 @@ def _positive(config: HFConfig, name: str) -> int:
 def _check_layers(config: HFConfig) -> None:
     """Raise ValueError if the lists of the kinds of layers do not agree with the other fields."""
     count, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
-    dense = ["dense" if layer < num_dense else "sparse" for layer in range(count)]
-    config.expect(mlp_bias=False, mlp_layer_types=(None, dense), layer_types=(None, ["indexed_attention"] * count))
+    config.expect(mlp_bias=False, layer_types=(None, ["indexed_attention"] * count))
+    expected = ["dense" if layer < num_dense else "sparse" for layer in range(count)]
+    if (kinds := config["mlp_layer_types"]) not in (None, expected):
+        raise ValueError(
+            f"{config.path}: first_k_dense_replace={num_dense} and mlp_layer_types={kinds!r} do not agree, and SGLang reads only "
+            f"the first of these fields; expected mlp_layer_types={expected!r}."
+        )
 
 
 def _indexer_types(config: HFConfig) -> list[str]:
-    """Return for each layer of a GLM-5 model whether it has an indexer. The fields have the same priorities as in transformers."""
+    """Return the kind of each layer of a GLM-5 model. The fields have the same priorities as in transformers."""
     count, kinds, pattern = config["num_hidden_layers"], config["indexer_types"], config["index_topk_pattern"]
     every, offset = config["index_topk_freq"], config["index_skip_topk_offset"]
     if kinds is None and pattern is not None:

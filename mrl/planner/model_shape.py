@@ -403,7 +403,9 @@ class ModelShape:
         L is the number of tokens of the sequence. The attention is causal. In sparse attention, trainers compute the products
         with all keys. The products of the indexers are included, as a mean of the layers with attention.
         """
-        of_indexer = sum(self.indexer.layers) * self.indexer.pair_macs / self.num_attention_layers if self.indexer else 0
+        of_indexer = (
+            sum(self.indexer.layers) * self.indexer.pair_macs / self.num_attention_layers if self.indexer else 0
+        )
         return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
     def attended_squares(self, squares_per_token: float) -> float:

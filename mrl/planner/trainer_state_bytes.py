@@ -89,7 +89,9 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     """
     per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
     return sum(
-        shape.num_parameters * per_parameter + shape.frozen_weights * itemsize + _indexer_bytes(shape, shape.kinds, itemsize)
+        shape.num_parameters * per_parameter
+        + shape.frozen_weights * itemsize
+        + _indexer_bytes(shape, shape.kinds, itemsize)
         for shape in trained
     )
 

@@ -160,7 +160,9 @@ def export(rank: int, path, folder, dims: ParallelDims):
     make_actor(path, dims).export_hf(folder, {})
 
 
-@pytest.mark.extended_except("tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp", "glm-tp2 pp2 sp", "shared_sparse-tp2 pp2 sp")
+@pytest.mark.extended_except(
+    "tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp", "glm-tp2 pp2 sp", "shared_sparse-tp2 pp2 sp"
+)
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [

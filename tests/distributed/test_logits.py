@@ -56,7 +56,17 @@ def our_logits(rank: int, folder):
 
 
 @pytest.mark.extended_except(
-    *("qwen3", "llama_biased", "glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mixtral", "phi3_long", "olmo3"),
+    *(
+        "qwen3",
+        "llama_biased",
+        "glm4_moe",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "mixtral",
+        "phi3_long",
+        "olmo3",
+    ),
     *("gemma3", "qwen3_5", "gpt_oss"),
 )
 @pytest.mark.parametrize("name", FAMILIES)

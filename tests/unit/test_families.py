@@ -156,14 +156,34 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
-        ("deepseek_v32", dict(indexer_rope_interleave=True), "indexer_rope_interleave=True is not supported; expected False"),
+        (
+            "deepseek_v32",
+            dict(indexer_rope_interleave=True),
+            "indexer_rope_interleave=True is not supported; expected False",
+        ),
         ("deepseek_v32", dict(index_topk=0), "index_topk=0 is not supported; expected a number of 1 or more"),
         ("deepseek_v32", dict(q_lora_rank=None), "q_lora_rank=None is not supported; expected a number of 1 or more"),
-        ("deepseek_v32", dict(index_head_dim=4), "index_head_dim=4 is not supported; expected at least qk_rope_head_dim=6"),
-        ("deepseek_v32", dict(mlp_layer_types=["sparse", "sparse"]), "mlp_layer_types=['sparse', 'sparse'] is not supported"),
-        ("deepseek_v32", dict(layer_types=["full_attention"] * 2), "layer_types=['full_attention', 'full_attention'] is not"),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=4),
+            "index_head_dim=4 is not supported; expected at least qk_rope_head_dim=6",
+        ),
+        (
+            "deepseek_v32",
+            dict(mlp_layer_types=["sparse", "sparse"]),
+            "first_k_dense_replace=1 and mlp_layer_types=['sparse', 'sparse'] do not agree",
+        ),
+        (
+            "deepseek_v32",
+            dict(layer_types=["full_attention"] * 2),
+            "layer_types=['full_attention', 'full_attention'] is not",
+        ),
         ("deepseek_v32", dict(index_topk_freq=2), "index_topk_freq=2 is not known to DeepseekV32ForCausalLM"),
-        ("glm_moe_dsa", dict(indexer_rope_interleave=False), "indexer_rope_interleave=False is not supported; expected True"),
+        (
+            "glm_moe_dsa",
+            dict(indexer_rope_interleave=False),
+            "indexer_rope_interleave=False is not supported; expected True",
+        ),
         ("glm_moe_dsa", dict(indexer_types=["shared", "full"]), "and full for the first layer"),
         ("glm_moe_dsa", dict(indexer_types=["full"]), "expected full or shared for each of the 2 layers"),
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
@@ -246,7 +266,7 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (dict(index_topk_freq=4), "FFFSSS"),
+        (dict(index_topk_freq=4), "FFSSSF"),
         (dict(index_topk_freq=3, index_skip_topk_offset=1), "FSSFSS"),
         (dict(index_topk_pattern="FSFSSF"), "FSFSSF"),
         (dict(index_topk_pattern=["full", "shared", "shared", "full", "full", "full"]), "FSSFFF"),

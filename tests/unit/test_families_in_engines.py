@@ -37,7 +37,11 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
             "other than linear scaling in layers with full attention, which SGLang silently ignores",
         ),
         ("gpt_oss_plain", {}, "has tied embeddings, which SGLang silently ignores"),
-        ("deepseek_v32", dict(index_head_dim=64), "index_head_dim=64, but SGLang 0.5.23 caches keys of indexers only with 128"),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=64),
+            "index_head_dim=64, but SGLang 0.5.23 caches keys of indexers only with 128",
+        ),
         ("gpt_oss", dict(quantization_config=dict(quant_method="mxfp4")), "SGLang would keep the experts in MXFP4"),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo2", dict(head_dim=16), "has a head_dim other than hidden_size / num_attention_heads, which SGLang"),
@@ -200,7 +204,9 @@ def test_engines_on_gpus_compute_in_float32_only_in_deterministic_inference(
 def test_engines_with_sparse_attention_compute_in_bfloat16(fields):
     config = HFConfig("config.json", fields("glm_moe_dsa"))
     family_of(config).check_engine_dtype(config, "bfloat16")
-    with pytest.raises(ValueError, match=r"computes GlmMoeDsaForCausalLM only in bfloat16, not in float16; set sglang.dtype="):
+    with pytest.raises(
+        ValueError, match=r"computes GlmMoeDsaForCausalLM only in bfloat16, not in float16; set sglang.dtype="
+    ):
         family_of(config).check_engine_dtype(config, "float16")
 
 
