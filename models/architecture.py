@@ -7,7 +7,7 @@ group builds a model. This module does not import Megatron, so the driver can us
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ VISION_PREFIX = "visual."  # begins the names of all parameters of the vision to
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
+_ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 # Megatron's field: [layers] 1 if the layer is recurrent
 _RECURRENT_LAYERS = "linear_attention_freq"
@@ -65,6 +66,9 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
+    # [layers] whether the layer has an indexer. A layer without one reads the keys that the last indexer has chosen.
+    # Empty: attention is not sparse.
+    indexer_layers: tuple[bool, ...] = ()
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
     # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
@@ -83,6 +87,28 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether tokens attend to the keys that an indexer chooses (parallel/sparse_attention.py)."""
+        return bool(self.indexer_layers)
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether the layer has an indexer."""
+        return self.has_sparse_attention and self.indexer_layers[layer]
+
+    def check_first_layers(self, first_layers: Iterable[int]) -> None:
+        """Raise ValueError if a pipeline stage would begin with a layer that needs the keys of an earlier stage's indexer.
+
+        `first_layers`: index of the first layer of each virtual stage.
+        """
+        if without := [layer for layer in first_layers if self.has_sparse_attention and not self.has_indexer(layer)]:
+            possible = ", ".join(str(layer) for layer, has_indexer in enumerate(self.indexer_layers) if has_indexer)
+            raise ValueError(
+                f"a pipeline stage begins with layer {without[0]} (counted from 0), which has no indexer: it uses the keys that "
+                "an earlier layer has chosen, and stages do not send each other these keys; choose parallel.pp, parallel.vpp and "
+                f"the numbers of layers of uneven stages so that every stage begins with one of the layers {possible}."
+            )
 
     @property
     def has_sinks(self) -> bool:
@@ -162,6 +188,7 @@ class Architecture:
                 )
             else:
                 _check_divides("pp", dims.pp, layers)
+            self.check_first_layers(range(0, self.num_layers, per_stage))
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -178,7 +205,8 @@ class Architecture:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
         Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
-        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound. In sparse
+        attention, trainers compute the products with all keys, and those of the indexer.
         `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
@@ -187,22 +215,25 @@ class Architecture:
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
         matrices = 3 if t["gated_linear_unit"] else 2  # of an MLP
-        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
+        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (
+            t.get(_SHARED_EXPERTS_WIDTH) or 0
+        )
         of_block = dict(
             attention=projections,
             recurrent=recurrent_multiply_adds(t) if self.has_recurrent_layers else 0,
             dense=matrices * width * t["ffn_hidden_size"],
             moe=matrices * width * expert_width,
         )
+        of_indexer, of_index_pair = _indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
-            linear += sum(of_block[block] for block in self.blocks(layer))
+            linear += sum(of_block[block] for block in self.blocks(layer)) + of_indexer * self.has_indexer(layer)
             if "attention" in self.blocks(layer):
                 linear += per_pair * self.window if self.has_window(layer) else 0
                 num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
-        return linear + head, num_full * per_pair * attended
+        return linear + head, (num_full * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -247,6 +278,12 @@ def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
+def _indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
+    """Return the two numbers of `_attention_multiply_adds` for the indexer of a layer with sparse attention."""
+    heads, channels = t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"]
+    return t["q_lora_rank"] * heads * channels + t["hidden_size"] * (channels + heads), heads * (channels + 1)
+
+
 def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
     for name, whole in dimensions.items():
         if whole % size:
@@ -278,6 +315,8 @@ class Family:
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # the only dtype in which SGLang computes the architecture; None: every dtype
+    engine_dtype: str | None = None
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang stores some weights in the dtype of config.json instead of the dtype of the engine
     engine_reads_dtype: bool = False
@@ -323,6 +362,14 @@ class Family:
                 f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
                 "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
             )
+        if (
+            arch.has_sparse_attention
+            and (channels := arch.transformer["dsa_indexer_head_dim"]) != _ENGINE_INDEX_CHANNELS
+        ):
+            raise ValueError(
+                f"{config.path}: index_head_dim={channels}, but SGLang 0.5.23 caches keys of indexers only with "
+                f"{_ENGINE_INDEX_CHANNELS} channels; train the model with mrl sft, or from recorded rollouts (rollout.replay)."
+            )
         rope = arch.rope
         if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
@@ -332,7 +379,12 @@ class Family:
             )
 
     def check_engine_dtype(self, config: HFConfig, dtype: str) -> None:
-        """Raise ValueError if an SGLang engine of this dtype would store some weights in another dtype."""
+        """Raise ValueError if an SGLang engine cannot compute in this dtype, or would store some weights in another dtype."""
+        if self.engine_dtype not in (None, dtype):
+            raise ValueError(
+                f"{config.path}: SGLang 0.5.23 computes {self.architecture} only in {self.engine_dtype}, not in {dtype}; set "
+                f"sglang.dtype={self.engine_dtype}."
+            )
         stored = config.fields.get("dtype") or config.fields.get("torch_dtype") or dtype
         if self.engine_reads_dtype and stored != dtype:
             raise ValueError(
@@ -381,7 +433,7 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
         return
     block = row.present_in.removesuffix("_layers") if row.present_in.endswith("_layers") else None
     for layer in range(arch.num_layers):
-        if block is None or block in arch.blocks(layer):
+        if block is None or block in arch.blocks(layer) or (block == "indexer" and arch.has_indexer(layer)):
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 

@@ -64,6 +64,10 @@ FIELDS_SET_BY_MRL = frozenset(
         "linear_num_key_heads",
         "linear_num_value_heads",
         "moe_shared_expert_gate",
+        "dsa_indexer_n_heads",
+        "dsa_indexer_head_dim",
+        "dsa_indexer_topk",
+        "dsa_indexer_rope_interleaved",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

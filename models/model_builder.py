@@ -54,6 +54,7 @@ from parallel.megatron_layers import (
 )
 from parallel.recurrent_layer import PlanOfLastPack
 from parallel.rope import Rope
+from parallel.sparse_attention import SparseAttention
 
 logger = logging.getLogger(__name__)
 
@@ -175,18 +176,21 @@ def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
     return build
 
 
-def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
+def _latent_attention(provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
     linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
+    rotary, core = AmplifiedRotaryEmbedding(arch.rope), PackedAttention
+    if arch.has_sparse_attention:
+        core = ModuleSpec(SparseAttention, params={"rotary": rotary, "indexer_layers": arch.indexer_layers})
     return ModuleSpec(
         module=PackedLatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rotary": AmplifiedRotaryEmbedding(rope)},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=linear,
             q_layernorm=norm,
             linear_q_up_proj=linear,
             kv_layernorm=norm,
             linear_kv_up_proj=linear,
-            core_attention=PackedAttention,
+            core_attention=core,
             linear_proj=provider.row_parallel_linear(),
         ),
     )
@@ -299,8 +303,7 @@ def _block_spec(
     """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
     if arch.has_latent_attention:
-        assert arch.rope is not None, "latent attention has a rotary embedding"
-        attention = local_attention = _latent_attention(provider, arch.rope)
+        attention = local_attention = _latent_attention(provider, arch)
     else:
         attention = local_attention = _attention(config, provider, packed_attention, arch.parts)
     if arch.local_rope is not None:
@@ -312,6 +315,7 @@ def _block_spec(
         attention_of = [recurrent if arch.is_recurrent(n) else spec for n, spec in enumerate(attention_of)]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    arch.check_first_layers(layers[:1])
     return TransformerBlockSubmodules(
         layer_specs=[
             _layer_spec(config, attention_of[layer], provider, arch.parts, arch.blocks(layer)) for layer in layers

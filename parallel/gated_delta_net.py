@@ -30,9 +30,7 @@ class PackedGatedDeltaNet(PackedRecurrence):
 
     sharded = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}
 
-    def _set_sizes(
-        self, config: TransformerConfig, **unused
-    ) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
+    def _set_sizes(self, config: TransformerConfig, **unused) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
         tp, all_heads = self.tp_group.size(), config.linear_num_value_heads
         self.key_heads, self.value_heads = config.linear_num_key_heads // tp, all_heads // tp
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim

@@ -88,9 +88,7 @@ class PackedRecurrence(MegatronModule):
             **matrix,
         )
 
-    def _set_sizes(
-        self, config: TransformerConfig, **sizes: Any
-    ) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
+    def _set_sizes(self, config: TransformerConfig, **sizes: Any) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
         """Return what the model has in this layer, and set the attributes that `_recur` and `_gated_norm` need.
 
         The result is: the number of groups of heads, without tensor parallelism; `columns`; the number of elements of the outputs

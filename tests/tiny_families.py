@@ -114,6 +114,8 @@ LATENT |= dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
 DEEPSEEK_ROPE = dict(
     YARN_ROPE, factor=40.0, beta_fast=2, beta_slow=1, mscale=1.0, mscale_all_dim=0.707, rope_theta=500.0
 )
+# so many heads that the index scores of two keys are never both zero, where transformers would choose one in no fixed order
+INDEXER = dict(index_topk=7, index_n_heads=32, index_head_dim=128)  # SGLang needs 128
 
 # name -> (prefix of the class names in transformers, config fields in addition to SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,6 +154,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "deepseek_v32": ("DeepseekV32", SIGMOID_ROUTED_MOE | LATENT | INDEXER | dict(rope_parameters=DEEPSEEK_ROPE)),
+    # every second layer uses the keys that the layer before it has chosen
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        SIGMOID_ROUTED_MOE
+        | LATENT
+        | INDEXER
+        | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6, index_topk_freq=2, index_skip_topk_offset=1)
+        | dict(indexer_rope_interleave=True),
+    ),
     "gemma3": ("Gemma3", NO_TOKENS | GEMMA),
     "gemma3_biased": (
         "Gemma3",
@@ -168,7 +180,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         NO_TOKENS
         | MAMBA
-        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3)
+        | dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3
+        )
         | dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, routed_scaling_factor=1.7)
         | dict(moe_shared_expert_intermediate_size=20, mamba_num_heads=4, num_key_value_heads=4),
     ),

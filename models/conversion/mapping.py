@@ -100,9 +100,10 @@ class ParamMapping:
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
     present_in: Literal[
-        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers"
+        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers", "indexer_layers"
     ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
+    is_frozen: bool = False  # never trained, and without a gradient
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
     whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert

@@ -152,9 +152,9 @@ class ParamBridge:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
         `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
-        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers and a vision tower that is not
-        trained are not exported, because they have no gradient. The yielded tensors may share memory with the parameters, so the
-        caller must use or copy them before the parameters change.
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers, frozen weights and a vision tower
+        that is not trained are not exported, because they have no gradient. The yielded tensors may share memory with the
+        parameters, so the caller must use or copy them before the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or self._has_gradient(row)]
         tensor_of = tensor_of or self.current
@@ -167,7 +167,7 @@ class ParamBridge:
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _has_gradient(self, row: ParamMapping) -> bool:
-        return not row.is_buffer
+        return not (row.is_buffer or row.is_frozen)
 
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None

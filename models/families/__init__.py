@@ -9,6 +9,7 @@ from types import ModuleType
 
 from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
+from models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from models.families.gemma3 import GEMMA3
 from models.families.glm4_moe import GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
@@ -29,7 +30,7 @@ from models.hf_config import HFConfig
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(DEEPSEEK_V3, GEMMA3, GLM4_MOE, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
+        *(DEEPSEEK_V3, DEEPSEEK_V32, GEMMA3, GLM4_MOE, GLM_MOE_DSA, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
         *(NEMOTRON_H, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
     )
 }

@@ -101,9 +101,7 @@ def _mlp(megatron: str, hf: str, width: str, block: Block) -> tuple[ParamMapping
 
 
 _MOE = (
-    ParamMapping(
-        f"{_MLP}.router.weight", (f"{_HF}.gate.weight",), (("experts", "hidden"),), present_in="moe_layers"
-    ),
+    ParamMapping(f"{_MLP}.router.weight", (f"{_HF}.gate.weight",), (("experts", "hidden"),), present_in="moe_layers"),
     ParamMapping(
         f"{_MLP}.router.expert_bias",
         (f"{_HF}.gate.e_score_correction_bias",),
@@ -171,7 +169,9 @@ def _check_fields(config: HFConfig) -> None:
         )
     # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. transformers
     # raises the steps of Mamba-2 to at least `time_step_min`; the models are trained without this limit, and SGLang has none.
-    config.read_fields.update(("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"))
+    config.read_fields.update(
+        ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand")
+    )
     config.read_fields.update(("use_mamba_kernels", "chunk_size", "moe_shared_expert_overlap", "mamba_ssm_cache_dtype"))
     config.read_fields.update(("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type"))
     config.read_fields.add("mtp_hybrid_override_pattern")

@@ -48,6 +48,11 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
             f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
             "leave sglang.quantization out."
         )
+    if arch.has_sparse_attention:
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: SGLang stores some matrices of the indexers of sparse attention in "
+            "FP8, but trainers send these matrices only in model.dtype; leave sglang.quantization out."
+        )
     if any(is_stacked(name) for row in layout.rows for name in row.hf):
         raise ValueError(
             f"{prefix} with model.path={config.model.path}: if checkpoints stack all experts of a layer in one tensor, trainers "

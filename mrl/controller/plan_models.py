@@ -40,7 +40,7 @@ from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
-from mrl.planner.trainer_state_bytes import layers_of_stages
+from mrl.planner.trainer_state_bytes import layers_of_stages, pipeline_stages
 from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
@@ -180,21 +180,31 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
     arch.check_layout(dims, uneven_stages=is_uneven)
     if is_uneven and arch.vision and arch.vision.num_features:
         _check_first_stage(config, arch.vision.num_features, arch.num_layers, dims)
+    if is_uneven and not all(arch.indexer_layers):
+        _check_no_layout(config, "whether every stage begins with a layer that has an indexer")
+        stages = pipeline_stages(arch.num_layers, dims, config.megatron)
+        arch.check_first_layers(virtual.first for stage in stages for virtual in stage if virtual.layers)
 
 
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
     """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
-    if layout := config.megatron.get("pipeline_model_parallel_layout"):
-        raise ValueError(
-            f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know whether the "
-            f"first stage has the first {num_features} layers, which get features of the vision tower; use "
-            "megatron.num_layers_in_first_pipeline_stage."
-        )
+    _check_no_layout(
+        config, f"whether the first stage has the first {num_features} layers, which get features of the vision tower"
+    )
     count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
     if count < num_features:
         raise ValueError(
             f"megatron: the first of the pipeline stages has {count} layers, but the first {num_features} layers get features of "
             "the vision tower and must be in it; set a larger num_layers_in_first_pipeline_stage, or use fewer stages."
+        )
+
+
+def _check_no_layout(config: Config, unknown: str) -> None:
+    """Raise ValueError if Megatron's own layout of stages is set. `unknown`: what mrl would have to know about it."""
+    if layout := config.megatron.get("pipeline_model_parallel_layout"):
+        raise ValueError(
+            f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know {unknown}; "
+            "use megatron.num_layers_in_first_pipeline_stage."
         )
 
 

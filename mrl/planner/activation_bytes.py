@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mrl.planner.model_shape import LayerKind, ModelShape, ParameterShape, RecurrentShape, TowerShape
+from mrl.planner.model_shape import FLOAT32_BYTES, LayerKind, ModelShape, ParameterShape, RecurrentShape, TowerShape
 from parallel.dims import ParallelDims
+from parallel.trainer_config import INDEX_PRODUCTS
 
 INDEX_BYTES = 8  # bytes of one int64 index
 STATISTIC_BYTES = 4  # bytes of one float32 statistic of a norm or a softmax
-FLOAT32_BYTES = 4
 RECURRENT_CHUNK = 64  # tokens of a chunk of a recurrence, parallel.segment_recurrence.CHUNK
 
 BytesByTensor = dict[str, int]
@@ -90,6 +90,7 @@ class MicroBatchShape:
     imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
     images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
     kernels: Kernels = GPU_KERNELS
+    longest: int = 0  # tokens of the longest sequence; 0: one sequence may have all tokens of the pack
 
     @classmethod
     def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
@@ -116,6 +117,21 @@ class MicroBatchShape:
         """
         read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read / (2 cp)
         return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
+
+    @property
+    def pairs(self) -> int:
+        """Largest number of pairs of a query on this rank and a key that the attention calls read (AttentionCall).
+
+        As in `key_rows`, the queries of a rank read (2 cp + 1) / (4 cp) of the keys of their sequence, on average.
+        """
+        fraction = (2 * self.cp + 1) / (4 * self.cp) if self.cp > 1 else 1
+        return int(self.tokens * self.longest_sequence * fraction)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Largest number of tokens of a sequence, over all context-parallel ranks."""
+        whole = self.tokens * self.cp
+        return min(self.longest or whole, whole)
 
     def expert_rows(self, topk: int) -> int:
         """Return the number of rows that reach the rank's experts if the router chooses `topk` experts for each token."""
@@ -214,7 +230,30 @@ def attention_bytes(
         saved["gated attention output"] = batch.tokens * width * e
     if "core_attn" not in recomputed:
         saved["softmax statistics"] = batch.tokens * shape.num_heads // batch.tp * STATISTIC_BYTES
+    saved |= _chosen_keys(shape, batch, recomputed)
     return saved
+
+
+def _chosen_keys(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
+    """Return the bytes of the mask of the keys that an indexer has chosen. Kernels keep it as numbers that they add to logits.
+
+    There is no mask if no sequence has more keys than the indexer chooses.
+    """
+    if not shape.indexer or batch.longest_sequence <= shape.indexer.topk or "core_attn" in recomputed:
+        return {}
+    return {"mask of chosen keys": batch.pairs * batch.itemsize}
+
+
+def indexer_working_bytes(shape: ModelShape, batch: MicroBatchShape) -> int:
+    """Return the temporary bytes of an indexer while it chooses keys: products of all heads for a block of queries.
+
+    The result also includes the masks that layers without an indexer read. (The first of them needs the mask of the layer before
+    it.) The scores, which are summed over the heads, are not counted.
+    """
+    if not shape.indexer or batch.longest_sequence <= shape.indexer.topk:
+        return 0
+    products = min(INDEX_PRODUCTS, batch.pairs * shape.indexer.heads) * FLOAT32_BYTES
+    return products + (0 if all(shape.indexer.layers) else batch.pairs)
 
 
 def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
@@ -395,7 +434,9 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts + 1) * STATISTIC_BYTES if shape.sigmoid_router else 0
-    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(shape.router_groups)
+    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(
+        shape.router_groups
+    )
     return {"routing": batch.rows * (chosen + order + scores + groups)}
 
 

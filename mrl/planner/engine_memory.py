@@ -97,10 +97,12 @@ def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) ->
 
     Recurrent layers have no keys and values; `state_bytes` counts their states. If there are fewer key/value heads than ranks,
     several ranks store the same head. Latent attention caches one compressed vector for each token, and every rank stores a full
-    copy of the vector.
+    copy of the vector, and of the keys of the indexers of sparse attention.
     """
     if shape.has_latent_attention:
-        return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
+        # The keys of an indexer are in FP8, and each key has a float32 scale.
+        of_indexers = sum(shape.indexer.layers) * (shape.indexer.channels + SCALE_BYTES) if shape.indexer else 0
+        return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize + of_indexers
     return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
@@ -120,6 +122,8 @@ def engine_weight_parts(
         moe * sum(p.numel for p in shape.untrained_tensors) * BIAS_BYTES + shape.frozen_weights * itemsize,
         0,
     )
+    if shape.indexer:
+        dense += sum(shape.indexer.layers) * shape.indexer.num_bytes(itemsize)
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep

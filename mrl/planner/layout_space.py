@@ -180,6 +180,9 @@ class LayoutSpace:
                 ):  # an uneven layout has fewer in the last stage
                     self.excluded["features of the vision tower for several pipeline stages"] += 1
                     continue
+                if not all(self.arch.indexer_layers[:: -(-self.shape.num_layers // (pp * vpp))]):
+                    self.excluded["a pipeline stage whose first layer has no indexer"] += 1
+                    continue
                 for cp in self._context_sizes():
                     for ep, etp in self._expert_sizes(tp):
                         layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last)

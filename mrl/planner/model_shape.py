@@ -27,6 +27,7 @@ layer. last: in the final norm or the output layer.
 HeadKind = Literal["vocabulary", "value"]
 """Output for each token: logits of the vocabulary, or one value (critic)."""
 
+FLOAT32_BYTES = 4
 MODULE_ORDER = (
     "input_layernorm.",
     "self_attention.conv_weight",
@@ -77,6 +78,7 @@ class LayerKind(NamedTuple):
     """What a layer consists of."""
 
     blocks: tuple[Block, ...] = ("attention", "dense")  # in order
+    indexer: bool = False  # whether the layer has an indexer, which chooses the keys of sparse attention
 
     @property
     def experts(self) -> bool:
@@ -114,6 +116,45 @@ class RecurrentShape:
     def gathered_width(self) -> int:
         """Number of elements that context-parallel ranks gather for one token in one layer."""
         return self.channels + (1 if self.is_mamba else 2) * self.value_heads
+
+
+@dataclass(frozen=True)
+class IndexerShape:
+    """Sizes of the indexers of sparse attention (parallel.sparse_attention). Their weights are never trained."""
+
+    layers: tuple[bool, ...]  # [layers] whether the layer has an indexer
+    heads: int
+    channels: int  # channels of a query and of a key
+    topk: int  # number of keys to which a token attends at most
+    matrices: int  # number of weights of the matrices of one indexer
+    norm: int  # number of float32 weights of the norm of one indexer
+
+    @classmethod
+    def of(cls, arch: Architecture, rows: Sequence[ParamMapping]) -> IndexerShape | None:
+        """Return the sizes of the indexers, or None if attention is not sparse. `rows`: rows of the indexer's weights."""
+        if not arch.has_sparse_attention:
+            return None
+        t = arch.transformer
+        sizes = (t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"], t["dsa_indexer_topk"])
+        matrices, norm = (
+            sum(_parameter_shape(row, arch).numel for row in rows if row.is_buffer == is_norm)
+            for is_norm in (False, True)
+        )
+        return cls(arch.indexer_layers, *sizes, matrices, norm)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of one indexer."""
+        return self.matrices + self.norm
+
+    @property
+    def pair_macs(self) -> int:
+        """Number of multiply-adds for the index score of one query and one key."""
+        return self.heads * (self.channels + 1)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the weights of one indexer. `itemsize`: bytes of one element of a matrix."""
+        return self.matrices * itemsize + self.norm * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -217,6 +258,7 @@ class ModelShape:
     untrained_tensors: tuple[ParameterShape, ...] = ()
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
+    indexer: IndexerShape | None = None  # sizes of the indexers; None: attention is not sparse
 
     @classmethod
     def of(
@@ -230,8 +272,9 @@ class ModelShape:
         t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
         of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
         rows += of_tower if train_vision else []
+        of_indexer, rows = [row for row in rows if row.is_frozen], [row for row in rows if not row.is_frozen]
         return cls(
-            kinds=tuple(LayerKind(arch.blocks(layer)) for layer in range(arch.num_layers)),
+            kinds=tuple(LayerKind(arch.blocks(layer), arch.has_indexer(layer)) for layer in range(arch.num_layers)),
             hidden=t["hidden_size"],
             num_heads=t["num_attention_heads"],
             num_kv_heads=t["num_query_groups"],
@@ -267,6 +310,7 @@ class ModelShape:
             untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
             frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
+            indexer=IndexerShape.of(arch, of_indexer),
         )
 
     @classmethod
@@ -276,7 +320,8 @@ class ModelShape:
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
         parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
-        return replace(cls.of(family, arch), parameters=parameters, untrained_tensors=(), frozen_weights=0, vocab=0)
+        without_weights = dict(untrained_tensors=(), frozen_weights=0, indexer=None, vocab=0)
+        return replace(cls.of(family, arch), parameters=parameters, **without_weights)
 
     @property
     def num_layers(self) -> int:
@@ -317,11 +362,13 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
+        of_indexers = sum(self.indexer.layers) * self.indexer.weights if self.indexer else 0
+        of_routers = sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
+        return self.num_weights - self.frozen_weights - of_routers - of_indexers
 
     @cached_property
     def num_weights(self) -> int:
-        """Number of all weights of the model, without padding: parameters, correction biases, and frozen weights."""
+        """Number of all weights of the model, without padding: parameters, correction biases, indexers, frozen weights."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
@@ -349,7 +396,11 @@ class ModelShape:
     def _weights_of_kind(self) -> dict[LayerKind, int]:
         """Number of weights without routed experts, by kind of layer."""
         per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
-        return {kind: sum(p.numel for p in per_layer if p.present_in in kind.present) for kind in set(self.kinds)}
+        of_indexer = self.indexer.weights if self.indexer else 0
+        return {
+            kind: sum(p.numel for p in per_layer if p.present_in in kind.present) + kind.indexer * of_indexer
+            for kind in set(self.kinds)
+        }
 
     @cached_property
     def parameters_per_expert(self) -> int:
@@ -371,9 +422,13 @@ class ModelShape:
     def attention_macs(self) -> float:
         """Number of multiply-adds for the attention scores and values of one sequence in one layer, divided by L**2.
 
-        L is the number of tokens of the sequence. The attention is causal.
+        L is the number of tokens of the sequence. The attention is causal. In sparse attention, trainers compute the products
+        with all keys. The products of the indexers are included, as a mean of the layers with attention.
         """
-        return self.num_heads * (self.head_dim + self.value_dim) / 2
+        of_indexer = (
+            sum(self.indexer.layers) * self.indexer.pair_macs / self.num_attention_layers if self.indexer else 0
+        )
+        return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
     def attended_squares(self, squares_per_token: float) -> float:
         """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.

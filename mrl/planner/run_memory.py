@@ -251,6 +251,7 @@ def trainer_settings(config: Config, context: int, role: str = "actor", **fields
         keys_per_token=keys_per_token(config, context, budgets.train),
         forward_keys_per_token=keys_per_token(config, context, budgets.forward),
         imbalance=config.plan.expert_imbalance,
+        longest=longest,
         bucket_bytes=config.weight_sync.bucket_bytes,
         image_fraction=_prompt_tokens(config, context) / longest,
         **fields,

@@ -19,6 +19,7 @@ from mrl.planner.activation_bytes import (
     MicroBatchShape,
     Recompute,
     bytes_outside_layers,
+    indexer_working_bytes,
     layer_bytes,
     tower_working_bytes,
     virtual_stage_bytes,
@@ -59,6 +60,7 @@ class TrainerSettings:
     image_fraction: float = (
         0.0  # largest fraction of the tokens of a pack that are image tokens, if the model reads images
     )
+    longest: int = 0  # tokens of the longest sequence; 0: one sequence may have all tokens of a micro-batch
     fp8: str = ""  # recipe with which matrix products are computed in FP8; "": in the dtype of the weights
 
     @property
@@ -145,6 +147,7 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
 
 def _micro_batch(dims: ParallelDims, settings: TrainerSettings, tokens: int, keys_per_token: float) -> MicroBatchShape:
     sizes = dict(keys_per_token=keys_per_token, imbalance=min(settings.imbalance, dims.ep), kernels=settings.kernels)
+    sizes |= dict(longest=min(settings.longest, tokens))
     images = int(tokens * settings.image_fraction)
     return MicroBatchShape.of(dims, tokens, settings.itemsize, images=images, **sizes)
 
@@ -184,8 +187,10 @@ def _rank_memory(
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
         tower = tower_working_bytes(shape.tower, shape.hidden, batch) if is_first else 0
-        working = max(head, tower, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters))
+        backward = _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters)
+        working = max(head, tower, backward + indexer_working_bytes(shape, batch))
     widest = max((_forward_bytes(shape, forward_batch, kinds, adapters) for kinds in kinds_by_stage), default=0)
+    widest += indexer_working_bytes(shape, forward_batch)
     tower = tower_working_bytes(shape.tower, shape.hidden, forward_batch) if is_first else 0
     scoring = max(widest, tower, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
     merged = _merged_bytes(shape, settings.adapters, dims, settings.itemsize) if settings.adapters else 0

@@ -13,7 +13,7 @@ at most some hundred elements for each bucket of 40 million elements, is not cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -88,7 +88,12 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     if the weights are fp32.
     """
     per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
-    return sum(shape.num_parameters * per_parameter + shape.frozen_weights * itemsize for shape in trained)
+    return sum(
+        shape.num_parameters * per_parameter
+        + shape.frozen_weights * itemsize
+        + _indexer_bytes(shape, shape.kinds, itemsize)
+        for shape in trained
+    )
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
@@ -234,8 +239,15 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 
 
 def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of weights outside the flat buffers: buffers of routers, and a vision tower that is not trained."""
-    return _module_buffer_bytes(shape, virtual, itemsize) + virtual.is_first * shape.frozen_weights * itemsize
+    """Return the bytes of weights outside the flat buffers: of routers, indexers, and a vision tower that is not trained."""
+    of_indexers = _indexer_bytes(shape, shape.kinds[virtual.first : virtual.first + virtual.layers], itemsize)
+    frozen = virtual.is_first * shape.frozen_weights * itemsize
+    return _module_buffer_bytes(shape, virtual, itemsize) + of_indexers + frozen
+
+
+def _indexer_bytes(shape: ModelShape, kinds: Sequence[LayerKind], itemsize: int) -> int:
+    """Return the bytes of the indexers in layers of these kinds."""
+    return sum(kind.indexer for kind in kinds) * shape.indexer.num_bytes(itemsize) if shape.indexer else 0
 
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:

@@ -33,6 +33,8 @@ KINDS = {
     "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
+    "sparse": ("deepseek_v32", {}),
+    "shared_sparse": ("glm_moe_dsa", {}),  # layers 1 and 3 use the keys of layers 0 and 2
 }
 
 

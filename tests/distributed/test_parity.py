@@ -200,6 +200,28 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+SPARSE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "tp2 cp2", "tp2 pp2 cp2")
+
+
+@pytest.mark.extended_except("sparse-tp2 cp2 sp", "shared_sparse-pp2")
+@pytest.mark.parametrize("dims", SPARSE, ids=str)
+@pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
+def test_sparse_attention(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.extended_except("shared_sparse")
+@pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
+def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
+    expected = reference(traced, kind)
+    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+        check(expected, traced(kind, **options))
+    for megatron in (RECOMPUTE, dict(recompute_granularity="selective", recompute_modules=["core_attn"])):
+        check(expected, traced(kind, megatron=megatron))
+    if kind == "shared_sparse":
+        check(expected, traced(kind, ParallelDims(pp=2), megatron=RECOMPUTE))
+
+
 RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
 
 

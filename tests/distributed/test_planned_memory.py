@@ -171,7 +171,7 @@ def test_every_rank_holds_the_planned_bytes(run_ranks, tmp_path, name):
     check(run_ranks, hf, [(dims, "bfloat16", "vocabulary", True, overrides) for dims, overrides in layouts(name)])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_tied_multi_head", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_tied_multi_head", "qwen3_moe", "deepseek_v3", "deepseek_v32"])
 def test_critics_teachers_and_float32_models_hold_the_planned_bytes(run_ranks, tmp_path, name):
     hf = config_of(name, tmp_path, num_hidden_layers=4)
     dims = [ParallelDims(), ParallelDims(tp=2, pp=2, dp=2), ParallelDims(pp=2, vpp=2, dp=3)]

@@ -70,7 +70,8 @@ def test_a_reward_model_has_the_name_of_the_classifier_of_transformers(prefix):
     assert reward_model.as_reward_model() == reward_model
     assert reward_model.family_architecture == f"{prefix}ForCausalLM"
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config_class(prefix).model_type)
-    assert known == (None if prefix in ("Glm4Moe", "MiniMaxM2") else reward_model.architecture)
+    without = ("DeepseekV32", "Glm4Moe", "GlmMoeDsa", "MiniMaxM2")
+    assert known == (None if prefix in without else reward_model.architecture)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -155,6 +156,36 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        (
+            "deepseek_v32",
+            dict(indexer_rope_interleave=True),
+            "indexer_rope_interleave=True is not supported; expected False",
+        ),
+        ("deepseek_v32", dict(index_topk=0), "index_topk=0 is not supported; expected a number of 1 or more"),
+        ("deepseek_v32", dict(q_lora_rank=None), "q_lora_rank=None is not supported; expected a number of 1 or more"),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=4),
+            "index_head_dim=4 is not supported; expected at least qk_rope_head_dim=6",
+        ),
+        (
+            "deepseek_v32",
+            dict(mlp_layer_types=["sparse", "sparse"]),
+            "first_k_dense_replace=1 and mlp_layer_types=['sparse', 'sparse'] do not agree",
+        ),
+        (
+            "deepseek_v32",
+            dict(layer_types=["full_attention"] * 2),
+            "layer_types=['full_attention', 'full_attention'] is not",
+        ),
+        ("deepseek_v32", dict(index_topk_freq=2), "index_topk_freq=2 is not known to DeepseekV32ForCausalLM"),
+        (
+            "glm_moe_dsa",
+            dict(indexer_rope_interleave=False),
+            "indexer_rope_interleave=False is not supported; expected True",
+        ),
+        ("glm_moe_dsa", dict(indexer_types=["shared", "full"]), "and full for the first layer"),
+        ("glm_moe_dsa", dict(indexer_types=["full"]), "expected full or shared for each of the 2 layers"),
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
         ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
@@ -230,6 +261,52 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     scaling = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
     old |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling if rope["rope_type"] != "default" else None)
     assert read(old) == read(new)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (dict(index_topk_freq=4), "FFSSSF"),
+        (dict(index_topk_freq=3, index_skip_topk_offset=1), "FSSFSS"),
+        (dict(index_topk_pattern="FSFSSF"), "FSFSSF"),
+        (dict(index_topk_pattern=["full", "shared", "shared", "full", "full", "full"]), "FSSFFF"),
+        (dict(index_topk_pattern="FSFSSF", indexer_types=["full"] * 6), "FFFFFF"),
+        ({}, "FFFFFF"),
+    ],
+)
+def test_layers_without_an_indexer_are_those_of_transformers(tmp_path, change, expected):
+    fields = dict(num_hidden_layers=6, first_k_dense_replace=1)
+    read_by_them = config_class("GlmMoeDsa")(**fields, **change).indexer_types
+    assert "".join({"full": "F", "shared": "S"}[kind] for kind in read_by_them) == expected
+    config = saved(tmp_path, "GlmMoeDsa", **fields) | change
+    if "indexer_types" not in change:
+        del config["indexer_types"]
+    arch = read(config)
+    assert "".join("SF"[has_indexer] for has_indexer in arch.indexer_layers) == expected
+    assert [arch.has_indexer(layer) for layer in range(6)] == [kind == "F" for kind in expected]
+
+
+def test_no_pipeline_stage_begins_with_a_layer_without_an_indexer(fields):
+    known = fields("glm_moe_dsa") | dict(num_hidden_layers=6, mlp_layer_types=None, layer_types=None)
+    arch = read(known | dict(indexer_types=["full", "shared", "shared"] * 2))
+    arch.check_layout(ParallelDims(pp=2))
+    for dims, first in ((ParallelDims(pp=3), 2), (ParallelDims(pp=6), 1), (ParallelDims(pp=2, vpp=3), 1)):
+        with pytest.raises(ValueError, match=rf"begins with layer {first} .* begins with one of the layers 0, 3\.$"):
+            arch.check_layout(dims)
+
+
+def test_sparse_attention_has_the_cost_of_its_indexers(fields):
+    """Two layers, of which only the first has an indexer. Trainers compute the products of a query with all keys."""
+    arch = read(fields("glm_moe_dsa"))
+    dense = replace(arch, indexer_layers=())
+    (linear, quadratic), (dense_linear, dense_quadratic) = arch.multiply_adds(), dense.multiply_adds()
+    heads, channels = 32, 128
+    assert linear - dense_linear == 12 * heads * channels + 32 * (channels + heads)
+    assert quadratic - dense_quadratic == heads * (channels + 1) / 2
+    shape = ModelShape.of(FAMILIES["GlmMoeDsaForCausalLM"], arch)
+    weights = 12 * heads * channels + 32 * (channels + heads) + 2 * channels
+    assert shape.indexer.weights == weights and shape.num_weights - shape.num_parameters == weights + 12
+    assert 2 * shape.attention_macs == 2 * dense_quadratic / 2 + heads * (channels + 1) / 2
 
 
 def test_gated_delta_nets_have_a_linear_cost(fields):
