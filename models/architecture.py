@@ -233,7 +233,7 @@ class Family:
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     engine_is_native: bool = True  # whether SGLang implements the architecture
-    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP)
     # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
     engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
@@ -317,7 +317,7 @@ class Family:
         }
 
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
+        """Whether the Hugging Face tensor `name` belongs to an MTP layer. Exports copy such tensors from the input folder."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
         return self.has_mtp_layers and is_extra

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.architecture import Architecture
-from models.conversion.hf_reader import HFWeights, check_tensors, dtype_name, torch_dtype
+from models.conversion.hf_reader import CopiedTensors, HFWeights, check_tensors, dtype_name, torch_dtype
 from models.conversion.hf_writer import MAX_SHARD_BYTES, HFFolderWriter, tensor_kinds
 from models.conversion.mapping import ParamMapping
 from models.conversion.megatron_checkpoint import (
@@ -87,8 +87,9 @@ def to_hf(
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
-    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. If a
-    conversion was interrupted, a second call resumes it.
+    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. MTP
+    layers, which the checkpoint does not have, are copied from the folder of `config`, if it has weights. If a conversion was
+    interrupted, a second call resumes it.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted
@@ -99,9 +100,11 @@ def to_hf(
     rows = family_of(config).param_mappings(arch)
     reader = MegatronReader(checkpoint, arch, rows)
     kinds = tensor_kinds(rows, arch.sizes, {row: dtype_name(dtype or reader.dtype(row)) for row in rows})
+    copied = CopiedTensors.of(config)
     options: dict[str, Any] = dict(convert="to-hf", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
-    with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *reader.files])}) as partial:
-        writer = HFFolderWriter(partial, kinds, max_shard_bytes)
+    options["files"] = fingerprint([config.path, *reader.files, *copied.files])
+    with ResumableFolder.beside(output, options) as partial:
+        writer = HFFolderWriter(partial, kinds, max_shard_bytes, copied.kinds)
         remaining_bytes = writer.num_bytes(missing_only=True)
         partial.require_space(remaining_bytes)
         progress.begin(writer.num_bytes(), writer.num_bytes() - remaining_bytes)
@@ -110,6 +113,9 @@ def to_hf(
                 for name, tensor in row.to_hf([reader.read(row)], arch.sizes).items():
                     if writer.needs(name):
                         progress.advance(writer.write(name, tensor))
+        for name, tensor in copied:
+            if writer.needs(name):
+                progress.advance(writer.write(name, tensor))
         writer.complete(config.path.parent, {})
 
 

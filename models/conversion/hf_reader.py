@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -324,6 +324,44 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
     return config
 
 
+@dataclass(frozen=True)
+class CopiedTensors:
+    """Tensors that exports copy unchanged from the input folder: the MTP layers, unless they are trained."""
+
+    weights: HFWeights | None  # None: there are no such tensors
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: HFConfig) -> CopiedTensors:
+        """Return the tensors of the folder of `config`. A reward model has none. A folder without weights has none either."""
+        folder, family = config.path.parent, family_of(config)
+        has_weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+        if not family.has_mtp_layers or config.is_reward_model or not has_weights:
+            return cls(None, ())
+        weights, arch = HFWeights(folder), family.read(config)
+        return cls(weights, tuple(name for name in weights.shapes() if family.is_in_mtp_layer(name, arch)))
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype in the spelling of safetensors, shape)."""
+        if self.weights is None:
+            return {}
+        dtypes, shapes = self.weights.dtypes(), self.weights.shapes()
+        return {name: (dtypes[name], shapes[name]) for name in self.names}
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that contain the tensors."""
+        return sorted({self.weights.file_of(name) for name in self.names}) if self.weights else []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor). The memory of a tensor is freed when the next one is read."""
+        for name in self.names:
+            assert self.weights is not None, "there are names only if there are weights"
+            yield name, self.weights[name]
+            self.weights.release(name)
+
+
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """Raise ValueError if the tensors in `weights` are not exactly the tensors of a model with this config.
 
@@ -333,12 +371,18 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     arch = family.read(config)
     shapes, dtypes = weights.shapes(), weights.dtypes()
     expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
-    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
+    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch)}
+    shapes = {name: shape for name, shape in shapes.items() if name not in copied}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     if arch.is_reward_model and family.engine_score_has_bias:
         shapes.pop(SCORE_BIAS, None)  # mrl writes a bias of 0 for SGLang
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
+    problems += [
+        f"{name} of an MTP layer is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}"
+        for name in copied
+        if dtypes[name] not in ITEM_BYTES
+    ]
     for name, shape in shapes.items():
         title = f"{name} in {weights.file_of(name).name}"
         if name not in expected:

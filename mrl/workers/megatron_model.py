@@ -365,9 +365,9 @@ class MegatronModel:
     def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
         """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text.
 
-        With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        MTP layers that are not trained are copied from the folder `spec.model_path`. With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
         """
-        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, extra_files))
+        self.consume_on_rank_0(lambda tensors: write_export(tensors, self.exported_config, folder, extra_files))
         if self.adapters is not None:
             self.export_adapters(Path(folder) / ADAPTER_FOLDER)
 
@@ -379,9 +379,9 @@ class MegatronModel:
             lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
         )
 
-    def write_hf(self, tensors: NamedTensors, folder: str | Path, extra_files: dict[str, str] | None = None) -> None:
-        """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.exported_config, folder, extra_files or {})
+    def write_hf(self, tensors: NamedTensors, folder: str | Path) -> None:
+        """Write a Hugging Face folder for engines: these tensors, and the other files of `spec.model_path`, but no MTP layers."""
+        write_export(tensors, self.exported_config, folder, {}, copy_mtp=False)
 
     def connect_engines(
         self, urls: list[str], settings: WeightSyncConfig, folder: str
