@@ -365,7 +365,8 @@ class MegatronModel:
     def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
         """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text.
 
-        MTP layers that are not trained are copied from the folder `spec.model_path`. With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        MTP layers that are not trained are copied from the folder `spec.model_path`. With LoRA, the weights are
+        W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
         """
         self.consume_on_rank_0(lambda tensors: write_export(tensors, self.exported_config, folder, extra_files))
         if self.adapters is not None:
