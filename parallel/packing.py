@@ -102,6 +102,8 @@ class PackedSequences(PackedSeqParams):
     # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
+    # [MTP layers, L] token 1, 2, ... after each token in its sequence, 0 after the end; None: MTP layers do not compute
+    later_tokens: Tensor | None = None
 
     @property
     def local_index(self) -> Ints:

@@ -1,5 +1,6 @@
 """Tiny random models of every family in Hugging Face format. Norm weights and biases are random, too."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -318,4 +319,8 @@ def add_mtp_layers(folder: str | Path, count: int = 1) -> dict[str, Any]:
             added[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             added[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors | added, path, {"format": "pt"})
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if config["model_type"] != "qwen3_next":  # its configs do not mention MTP layers
+        config["mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"] = count
+        (Path(folder) / "config.json").write_text(json.dumps(config))
     return added

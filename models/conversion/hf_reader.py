@@ -309,17 +309,18 @@ def weights_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
+def check_hf_folder(folder: str | Path, family: str | None = None, train_mtp: bool = False) -> HFConfig:
     """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config.
 
     No weights are loaded. If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a
-    reference to a family that is not in models/families (see models.families.load_family).
+    reference to a family that is not in models/families (see models.families.load_family). With `train_mtp`, the folder must have
+    the MTP layers of the config.
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
             dtype, or has a shape that does not match the config.
     """
-    config = HFConfig.load(folder, family)
+    config = HFConfig.load(folder, family, train_mtp)
     check_tensors(config, HFWeights(folder))
     return config
 
@@ -339,7 +340,9 @@ class CopiedTensors:
         if not family.has_mtp_layers or config.is_reward_model or not has_weights:
             return cls(None, ())
         weights, arch = HFWeights(folder), family.read(config)
-        return cls(weights, tuple(name for name in weights.shapes() if family.is_in_mtp_layer(name, arch)))
+        trained = family.hf_shapes(arch).keys() | family.mtp_copies(arch)
+        names = (name for name in weights.shapes() if family.is_in_mtp_layer(name, arch) and name not in trained)
+        return cls(weights, tuple(names))
 
     @property
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -371,7 +374,7 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     arch = family.read(config)
     shapes, dtypes = weights.shapes(), weights.dtypes()
     expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
-    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch)}
+    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch) and name not in expected}
     shapes = {name: shape for name, shape in shapes.items() if name not in copied}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice

@@ -190,10 +190,14 @@ def _export(
         {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
     )
     kinds |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
+    sources = family.mtp_copies(arch)
+    kinds |= {copy: kinds[source] for copy, source in sources.items()}
     writer = HFFolderWriter(partial, kinds, copied=copied.kinds)
     partial.require_space(writer.num_bytes())
     for name, tensor in chain([first], remaining, constants.items(), copied):
         writer.write(name, tensor)
+        for copy in (copy for copy, source in sources.items() if source == name):
+            writer.write(copy, tensor)
     writer.complete(config.path.parent, extra_files, config.fields)
 
 
