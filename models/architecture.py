@@ -153,8 +153,9 @@ class Architecture:
     def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
-        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        Only matrix products count, without those of the routers. MTP layers count if they are trained. In layers with a sliding
+        window, every token counts as if it attended to a whole window. For sequences that are not much longer than the window,
+        this is an upper bound.
         `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
@@ -164,10 +165,7 @@ class Architecture:
         )
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
-            ffn_width = t["ffn_hidden_size"]
-            if self.is_moe(layer):
-                ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += 3 * width * ffn_width
+            linear += 3 * width * self._ffn_width(self.is_moe(layer))
             if self.is_recurrent(layer):
                 linear += recurrent_multiply_adds(t)
                 continue
@@ -175,7 +173,16 @@ class Architecture:
             num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
-        return linear + head, num_full * per_pair * attended
+        mtp_layer = projections + 3 * width * self._ffn_width(self.num_experts > 0) + 2 * width**2 + head
+        num_full += self.mtp_layers
+        return linear + head + self.mtp_layers * mtp_layer, num_full * per_pair * attended
+
+    def _ffn_width(self, moe: bool) -> int:
+        """Return the width of all MLPs that compute one token in a layer with or without experts."""
+        t = self.transformer
+        if not moe:
+            return t["ffn_hidden_size"]
+        return t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:

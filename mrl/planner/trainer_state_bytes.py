@@ -88,7 +88,9 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     if the weights are fp32.
     """
     per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
-    return sum(shape.num_parameters * per_parameter + shape.frozen_weights * itemsize for shape in trained)
+    trained = list(trained)
+    parameters = sum(shape.num_parameters + shape.num_mtp_parameters for shape in trained)
+    return parameters * per_parameter + sum(shape.frozen_weights for shape in trained) * itemsize
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
@@ -177,8 +179,11 @@ def _buckets(
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
     shared = [_shared_numel(shape, dims, virtual, head)]
-    if any(shared):  # the embedding is the first parameter of the model, and its copy the last one
-        dense = dense[1:] if virtual.is_first else dense[:-1]
+    if any(
+        shared
+    ):  # the embedding is the first parameter of the model, and its copy the last one before those of MTP layers
+        copy = 0 if virtual.is_first else len(dense) - 1 - len(_mtp_sizes(shape, dims.tp, "layer"))
+        dense = dense[:copy] + dense[copy + 1 :]
         yield shared, replicas, coords.dp * dims.cp + coords.cp
     if dense:
         yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
@@ -216,11 +221,14 @@ def _parameter_sizes(
         dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
         one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
+    if virtual.is_last:
+        one_expert = _mtp_sizes(shape, dims.expert_tp, "expert", 1)
+        experts += shape.mtp_layers * one_expert * (shape.num_experts // dims.ep)
     return dense + (_last_sizes(shape, dims.tp, virtual, head) if virtual.is_last else []), experts
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return, for each parameter of the final norm and the head, its number of elements.
+    """Return, for each parameter of the final norm, the head and the MTP layers without experts, its number of elements.
 
     If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
     embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.
@@ -228,9 +236,19 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
         return [*norm, shape.hidden, 1]
+    mtp = _mtp_sizes(shape, tp, "layer")
     if shape.tied and virtual.is_first:
-        return norm
-    return [*norm, -(-shape.vocab // tp) * shape.hidden]
+        return [*norm, *mtp]
+    return [*norm, -(-shape.vocab // tp) * shape.hidden, *mtp]
+
+
+def _mtp_sizes(shape: ModelShape, ranks: int, location: str, layers: int | None = None) -> list[int]:
+    """Return the number of elements of each parameter of `layers` MTP layers (None: all) at this location.
+
+    `ranks`: number of tensor-parallel ranks, for experts of expert-tensor-parallel ranks.
+    """
+    one_layer = [p.shard_numel(ranks) for p in shape.mtp_parameters if p.location == location]
+    return one_layer * (shape.mtp_layers if layers is None else layers)
 
 
 def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
@@ -240,7 +258,8 @@ def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int)
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
-    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
+    layers = virtual.moe_layers(shape.moe) + shape.mtp_layers * virtual.is_last * shape.mtp_kind.experts
+    return layers * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
@@ -299,7 +318,8 @@ def buffer_numel(
     embedding, last = _embedding_and_head_numel(shape, tp, head, virtual.is_first and virtual.is_last)
     outside_layers = virtual.is_first * embedding + virtual.is_last * last
     dense = sum(count * numel for count, numel, _ in layers) + outside_layers
-    return dense, sum(count * expert for count, _, expert in layers) * (shape.num_experts // ep)
+    in_mtp = virtual.is_last * sum(map(_padded, _mtp_sizes(shape, etp, "expert")))
+    return dense, (sum(count * expert for count, _, expert in layers) + in_mtp) * (shape.num_experts // ep)
 
 
 def largest_state(
