@@ -2,9 +2,10 @@
 
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
 parameters and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. A buffer is one
-bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own. The number of elements of a bucket
-is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank stores the AdamW moments
-for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights for these shards.
+bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own, which divides the buffer. The number
+of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank
+stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights
+for these shards.
 
 If gradients are reduced during the backward pass (trainer.overlap_grad_reduce), the first stage has more buckets. Their padding,
 at most some hundred elements for each bucket of 40 million elements, is not counted.
@@ -179,14 +180,14 @@ def _buckets(
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
     shared = [_shared_numel(shape, dims, virtual, head)]
-    if any(
-        shared
-    ):  # the embedding is the first parameter of the model, and its copy the last one before those of MTP layers
+    parts = [dense]
+    if any(shared):
+        # The embedding is the first parameter of the model. Only the parameters of MTP layers come after its copy.
         copy = 0 if virtual.is_first else len(dense) - 1 - len(_mtp_sizes(shape, dims.tp, "layer"))
-        dense = dense[:copy] + dense[copy + 1 :]
-        yield shared, replicas, coords.dp * dims.cp + coords.cp
-    if dense:
-        yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
+        parts = [shared, dense[copy + 1 :], dense[:copy]]
+    for part in parts:
+        if part:
+            yield part[::-1], replicas, coords.dp * dims.cp + coords.cp
     if experts:
         ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
@@ -334,9 +335,11 @@ def largest_state(
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
         weights += _other_weight_bytes(shape, virtual, itemsize)
         shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
+        mtp = sum(map(_padded, _mtp_sizes(shape, dims.tp, "layer"))) if shared and virtual.is_last else 0
         buckets = (
             (shared, replicas_of_dense),
-            (dense - shared, replicas_of_dense),
+            (mtp, replicas_of_dense),
+            (dense - shared - mtp, replicas_of_dense),
             (experts, expert_replicas(dims) or 1),
         )
         for numel, replicas in buckets:

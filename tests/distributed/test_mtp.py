@@ -8,6 +8,7 @@ import pytest
 import torch
 from models_for_layouts import make
 from safetensors.torch import load_file, save_file
+from test_convert_layouts import Silent
 from test_layouts import ragged_block
 from tiny_families import SIZES, add_mtp_layers
 
@@ -168,3 +169,131 @@ def test_loss_and_gradients_equal_those_of_transformers_in_float64(run_ranks, tm
     assert {name for name in added if not name.endswith(copies)} == {name for name in expected if name in found}
     assert all(np.abs(gradient).max() > 1e-6 for name, gradient in expected.items() if "experts" not in name)
     assert_close(found, {name: expected[name] for name in added if not name.endswith(copies)}, 2e-4)
+
+
+def merged(ranks) -> tuple[dict[str, np.ndarray], float, float]:
+    """Return the gradients of rank 0, and the sums over the ranks."""
+    return ranks[0][0], sum(rank[1] for rank in ranks), sum(rank[2] for rank in ranks)
+
+
+def assert_equals_one_process(run_ranks, folder, dims: ParallelDims, overrides=None) -> None:
+    ((expected, nll, number),) = run_ranks(ParallelDims(), gradients, folder, ParallelDims())
+    found, found_nll, found_number = merged(run_ranks(dims, gradients, folder, dims, COEF, overrides))
+    assert found_number == number and abs(found_nll - nll) < 1e-4 * nll
+    assert found.keys() == expected.keys()
+    assert_close(found, expected, 5e-4)
+
+
+LAYOUTS = [
+    *((kind, dict(pp=2)) for kind in KINDS),
+    *((kind, dict(cp=2)) for kind in KINDS),
+    *((kind, dict(tp=2)) for kind in KINDS),
+    ("recurrent", dict(tp=2, sp=False)),
+    ("glm", dict(pp=2, vpp=2)),
+    ("glm", dict(dp=2, ep=2)),
+    ("deepseek", dict(tp=2, ep=2, etp=1)),
+    ("deepseek", dict(tp=2, pp=2, cp=2)),
+    ("recurrent_moe", dict(dp=2, pp=2, ep=2)),
+    ("recurrent_biased", dict(pp=2)),  # tied embeddings
+]
+
+
+@pytest.mark.extended_except("deepseek-dims9", "glm-dims13")
+@pytest.mark.parametrize(("kind", "dims"), LAYOUTS)
+def test_every_layout_computes_the_gradients_of_one_process(run_ranks, tmp_path, kind, dims):
+    make_with_mtp(kind, tmp_path / "model", 1 if "recurrent" in kind else 2)
+    assert_equals_one_process(run_ranks, tmp_path / "model", ParallelDims(**dims))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_recomputed_layers_give_the_same_gradients(run_ranks, tmp_path, method):
+    make_with_mtp("deepseek", tmp_path / "model", 2)
+    recompute = dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=1)
+    assert_equals_one_process(run_ranks, tmp_path / "model", ParallelDims(), recompute)
+
+
+def step(rank: int, folder, dims: ParallelDims, coef: float | None, export=None, checkpoint=None):
+    """Return (report of one optimizer step, weights after it). The gradients are clipped."""
+    actor, block = make_actor(folder, dims, coef, clip_grad=1e-3), ragged_block(SIZES["vocab_size"])
+    (report,) = actor.update(block, [share_of(block, dims, rank)], PPOClip(), [1e-2])
+    if checkpoint is not None:
+        actor.save(checkpoint)
+    if export is not None:
+        actor.export_hf(export, {})
+    return report, {name: tensor.clone().numpy() for name, tensor in actor.export()} if dims.world_size == 1 else {}
+
+
+def test_the_policy_learns_the_same_with_and_without_training_of_its_mtp_layers(run_ranks, tmp_path):
+    added = make_with_mtp("glm", tmp_path / "model")
+    ((report, trained),) = run_ranks(ParallelDims(), step, tmp_path / "model", ParallelDims(), COEF)
+    ((without, alone),) = run_ranks(ParallelDims(), step, tmp_path / "model", ParallelDims(), None)
+    for name, weight in alone.items():
+        assert trained[name].tobytes() == weight.tobytes(), name
+    assert report.maxima["optim/grad_norm"] == without.maxima["optim/grad_norm"] > 1e-3
+    assert report.sums["loss"] == without.sums["loss"]
+    assert report.sums["mtp_tokens"] > 0 and "mtp_tokens" not in without.sums
+    of_mtp = {name for name in trained if name not in alone}
+    copies = {name for name in added if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    assert of_mtp == added.keys() - copies
+    changed = {name for name in of_mtp if not np.array_equal(trained[name], added[name].numpy())}
+    assert {name for name in of_mtp - changed if "experts" not in name} == {
+        name for name in of_mtp if name.endswith("e_score_correction_bias")
+    }
+
+
+def test_the_mtp_layers_learn_to_predict_the_responses(run_ranks, tmp_path):
+    make_with_mtp("glm", tmp_path / "model")
+    ((first, last),) = run_ranks(ParallelDims(), many_steps, tmp_path / "model")
+    assert last < 0.7 * first
+
+
+def many_steps(rank: int, folder) -> tuple[float, float]:
+    """Return the loss per token of the MTP layers in the first and in the last of 20 optimizer steps without policy gradient."""
+    actor, block = make_actor(folder, ParallelDims()), ragged_block(SIZES["vocab_size"])
+    block = block.with_columns(advantages=np.zeros(int(block.sampled_lengths.sum()), np.float32))
+    reports = actor.update(block, [share_of(block, ParallelDims(), rank)] * 20, PPOClip(), [1e-2] * 20)
+    losses = [report.sums["mtp_nll"] / report.sums["mtp_tokens"] for report in reports]
+    return losses[0], losses[-1]
+
+
+def weights_of_checkpoint(rank: int, folder, dims: ParallelDims, checkpoint):
+    actor = make_actor(folder, dims)
+    actor.load(checkpoint)
+    return {name: t.clone().numpy() for name, t in actor.export()} if actor.participates_in_export else {}
+
+
+@pytest.mark.extended_except("glm-first0-second0")
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("glm", dict(), dict(dp=2, ep=2)),
+        ("deepseek", dict(tp=2, pp=2), dict(cp=2)),
+        ("recurrent_moe", dict(pp=2), dict(tp=2)),
+        ("recurrent", dict(tp=2), dict()),
+    ],
+)
+def test_checkpoints_exports_and_conversions_contain_the_trained_mtp_layers(run_ranks, tmp_path, kind, first, second):
+    from models.conversion import convert_checkpoint
+    from models.conversion.hf_reader import check_hf_folder
+    from models.hf_config import HFConfig
+
+    added = make_with_mtp(kind, tmp_path / "model")
+    folder, checkpoint, export = tmp_path / "model", tmp_path / "checkpoint", tmp_path / "export"
+    first, second = ParallelDims(**first), ParallelDims(**second)
+    run_ranks(first, step, folder, first, COEF, export, checkpoint)
+    check_hf_folder(export, train_mtp=True)
+    exported = load_file(export / "model.safetensors")
+    assert exported.keys() == load_file(folder / "model.safetensors").keys()
+    assert any(not torch.equal(exported[name], tensor) for name, tensor in added.items())
+    for name in added:
+        for copy, source in (("embed_tokens.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+            assert not name.endswith(copy) or torch.equal(exported[name], exported[source])
+    loaded = run_ranks(second, weights_of_checkpoint, folder, second, checkpoint)[0]
+    for name, weight in loaded.items():
+        assert weight.tobytes() == exported[name].numpy().tobytes(), name
+    convert_checkpoint.to_hf(checkpoint, HFConfig.load(folder), tmp_path / "converted", Silent())
+    converted = load_file(tmp_path / "converted/model.safetensors")
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in exported.items())
+    assert convert_checkpoint.check_against_checkpoint(HFConfig.load(export), checkpoint).passed

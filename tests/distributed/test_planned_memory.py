@@ -176,8 +176,8 @@ def test_every_rank_holds_the_planned_bytes(run_ranks, tmp_path, name):
 )
 def test_every_rank_holds_the_planned_bytes_of_mtp_layers(run_ranks, tmp_path, name, count):
     hf = config_of(name, tmp_path, num_hidden_layers=4)
-    fields = hf.fields | dict(num_nextn_predict_layers=count, mtp_num_hidden_layers=count)
-    hf = replace(hf, fields=fields, train_mtp=True)
+    field = "mtp_num_hidden_layers" if "qwen" in name else "num_nextn_predict_layers"
+    hf = replace(hf, fields=hf.fields | {field: count}, train_mtp=True)
     assert shape_of(hf).mtp_layers == count
     layout = [dims for dims, overrides in layouts(name) if not overrides]
     cases = [(dims, "bfloat16", "vocabulary", True, {}) for dims in layout]
