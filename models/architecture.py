@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
+from models.conversion.mtp_mapping import TWO_HIDDEN, MtpNames
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
 from parallel.rope import LongRope, Rope, YarnRope
@@ -73,6 +74,7 @@ class Architecture:
     vision: VisionTower | None = None  # None: a language model
     # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
     only_blocks: tuple[Block, ...] = ()
+    mtp_layers: int = 0  # number of MTP layers that are trained; MTP layers that are not trained are not loaded
 
     @property
     def num_layers(self) -> int:
@@ -204,9 +206,9 @@ class Architecture:
     def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
-        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound. In sparse
-        attention, trainers compute the products with all keys, and those of the indexer.
+        Only matrix products count, without those of the routers. MTP layers count if they are trained. In layers with a sliding
+        window, every token counts as if it attended to a whole window. For sequences that are not much longer than the window,
+        this is an upper bound. In sparse attention, trainers compute the products with all keys, and those of the indexer.
         `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
@@ -233,7 +235,9 @@ class Architecture:
                 num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
-        return linear + head, (num_full * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
+        mtp_layer = projections + of_block["moe" if self.num_experts else "dense"] + 2 * width**2 + head
+        linear += head + self.mtp_layers * mtp_layer
+        return linear, ((num_full + self.mtp_layers) * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
@@ -307,7 +311,8 @@ class Family:
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     engine_is_native: bool = True  # whether SGLang implements the architecture
-    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP)
+    mtp: MtpNames | None = None  # names of the tensors of MTP layers; None: MTP layers cannot be trained
     # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
     engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
@@ -337,10 +342,33 @@ class Family:
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
         reading.check_all_fields_read()
+        if config.train_mtp:
+            arch = replace(
+                arch,
+                mtp_layers=self.count_mtp_layers(config),
+                sizes=arch.sizes | {TWO_HIDDEN: 2 * arch.sizes["hidden"]},
+            )
         if not config.is_reward_model:
             return arch
         config.check_one_output()
         return replace(arch, is_reward_model=True, sizes=arch.sizes | {"one": 1})
+
+    def count_mtp_layers(self, config: HFConfig) -> int:
+        """Return the number of MTP layers of the model. Raises ValueError if they cannot be trained."""
+        if self.mtp is None:
+            raise ValueError(
+                f"model.train_mtp=true: mrl does not know the MTP layers of {self.architecture}; leave the key false."
+            )
+        found = [config.fields[name] for name in self.mtp.count_fields if config.fields.get(name) is not None]
+        count = found[0] if found else self.mtp.default_count
+        limit = self.mtp.max_count
+        if not isinstance(count, int) or count < 1 or (limit is not None and count > limit):
+            expected = f"1 to {limit}" if limit else "1 or more"
+            raise ValueError(
+                f"model.train_mtp=true: {config.path} says that the model has {count!r} MTP layers "
+                f"({' or '.join(self.mtp.count_fields)}); expected {expected}. Leave the key false."
+            )
+        return count
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
@@ -394,7 +422,17 @@ class Family:
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
         """Return one row for each Megatron parameter of this model: the table's rows, repeated for each layer and expert."""
-        return [expanded for row in self.rows(arch) for expanded in _expand_row(row, arch)]
+        rows = self.rows(arch)
+        expanded = [each for row in rows for each in _expand_row(row, arch)]
+        if self.mtp is not None:
+            expanded += self.mtp.rows(rows, arch.num_layers, arch.mtp_layers, arch.num_experts)
+        return expanded
+
+    def mtp_copies(self, arch: Architecture) -> dict[str, str]:
+        """Return name of a Hugging Face tensor of a trained MTP layer that is a copy -> name of the copied tensor."""
+        copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
+        names = {name for row in self.rows(arch) for name in row.hf}
+        return {copy: source for copy, source in copies.items() if source in names}
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
         """Return the entries of `engine_fusions` whose tensors this model has."""
@@ -406,7 +444,7 @@ class Family:
         }
 
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
+        """Whether the Hugging Face tensor `name` belongs to an MTP layer, trained or not."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
         return self.has_mtp_layers and is_extra
@@ -457,3 +495,4 @@ class ModelSpec:
     lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too
+    mtp_loss_coef: float | None = None  # coefficient of the loss of the MTP layers; None: MTP layers are not trained

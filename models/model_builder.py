@@ -35,6 +35,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from models.image_model import ImageGPTModel
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from models.mtp_model import MtpGPTModel
 from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
@@ -297,15 +298,27 @@ def _layer_spec(
     )
 
 
+def _full_attention(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> ModuleSpec:
+    """Return the spec of attention to all earlier tokens."""
+    provider = spec_provider()
+    if arch.has_latent_attention:
+        return _latent_attention(provider, arch)
+    return _attention(config, provider, packed_attention, arch.parts)
+
+
+def _mtp_layer_specs(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> list[ModuleSpec]:
+    """Return the decoder layer of each MTP layer. It has attention, and experts if the model has experts."""
+    attention = _full_attention(config, packed_attention, arch)
+    blocks: tuple[Block, ...] = ("attention", "moe" if arch.num_experts else "dense")
+    return [_layer_spec(config, attention, spec_provider(), arch.parts, blocks)] * arch.mtp_layers
+
+
 def _block_spec(
     config: TransformerConfig, packed_attention: bool, arch: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
-    if arch.has_latent_attention:
-        attention = local_attention = _latent_attention(provider, arch)
-    else:
-        attention = local_attention = _attention(config, provider, packed_attention, arch.parts)
+    attention = local_attention = _full_attention(config, packed_attention, arch)
     if arch.local_rope is not None:
         rotary = _rotary_embedding(arch.local_rope, packed_attention)
         local_attention = _attention(config, provider, packed_attention, arch.parts, rotary)
@@ -385,6 +398,8 @@ def _build_stage(
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
     model_class = partial(ImageGPTModel, vision=arch.vision) if arch.vision else GPTModel
+    if arch.mtp_layers:
+        model_class = partial(MtpGPTModel, mtp_layer_specs=_mtp_layer_specs(config, packed_attention, arch))
     model = model_class(
         config,
         _block_spec(config, packed_attention, arch, vp_stage),

@@ -1,5 +1,6 @@
 """Tiny random models of every family in Hugging Face format. Norm weights and biases are random, too."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,50 @@ def prompts_with_images() -> tuple[list[list[int]], list[Any]]:
         pixels = rng.normal(size=(patches, 3 * 2 * 4 * 4)).astype(np.float32)
         images.append(ImageInputs(pixels, np.array(grids, np.int64)) if grids else None)
     return prompts, images
+
+
+def add_mtp_layers(folder: str | Path, count: int = 1) -> dict[str, Any]:
+    """Add MTP layers with random weights to a folder of `make_family`. Returns the added tensors by name.
+
+    The tensors have the names and shapes of the published models: DeepSeek-V3 and GLM-4.5 store an MTP layer as a further decoder
+    layer, with copies of the embedding and the output layer; Qwen3-Next and Qwen3.5 use the prefix `mtp`.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    dtype, width = tensors["model.norm.weight"].dtype, len(tensors["model.norm.weight"])
+    layers = {int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")}
+    source = max(n for n in layers if any(name.startswith(f"model.layers.{n}.self_attn.") for name in tensors))
+    is_qwen = any(".linear_attn." in name for name in tensors)
+    generator = torch.Generator().manual_seed(7)
+    added: dict[str, Any] = {}
+
+    def add(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype) -> None:
+        offset = 1.0 if "norm" in name and not is_qwen else 0.0
+        added[name] = (offset + 0.2 * torch.randn(shape, generator=generator)).to(kind)
+
+    for depth in range(count):
+        layer = f"mtp.layers.{depth}" if is_qwen else f"model.layers.{len(layers) + depth}"
+        prefix = "mtp" if is_qwen else layer
+        norms = (
+            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+            if is_qwen
+            else ("enorm", "hnorm", "shared_head.norm")
+        )
+        for name in norms:
+            add(f"{prefix}.{name}.weight", (width,))
+        add(f"{prefix}.{'fc' if is_qwen else 'eh_proj'}.weight", (width, 2 * width))
+        for name, tensor in tensors.items():
+            if name.startswith(f"model.layers.{source}."):
+                add(name.replace(f"model.layers.{source}", layer), tuple(tensor.shape), tensor.dtype)
+        if not is_qwen:
+            added[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            added[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | added, path, {"format": "pt"})
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if config["model_type"] != "qwen3_next":  # its configs do not mention MTP layers
+        config["mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"] = count
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+    return added

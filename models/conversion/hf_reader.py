@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -309,19 +309,60 @@ def weights_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
+def check_hf_folder(folder: str | Path, family: str | None = None, train_mtp: bool = False) -> HFConfig:
     """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config.
 
     No weights are loaded. If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a
-    reference to a family that is not in models/families (see models.families.load_family).
+    reference to a family that is not in models/families (see models.families.load_family). With `train_mtp`, the folder must have
+    the MTP layers of the config.
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
             dtype, or has a shape that does not match the config.
     """
-    config = HFConfig.load(folder, family)
+    config = HFConfig.load(folder, family, train_mtp)
     check_tensors(config, HFWeights(folder))
     return config
+
+
+@dataclass(frozen=True)
+class CopiedTensors:
+    """Tensors that exports copy unchanged from the input folder: the MTP layers, unless they are trained."""
+
+    weights: HFWeights | None  # None: there are no such tensors
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: HFConfig) -> CopiedTensors:
+        """Return the tensors of the folder of `config`. A reward model has none. A folder without weights has none either."""
+        folder, family = config.path.parent, family_of(config)
+        has_weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+        if not family.has_mtp_layers or config.is_reward_model or not has_weights:
+            return cls(None, ())
+        weights, arch = HFWeights(folder), family.read(config)
+        trained = family.hf_shapes(arch).keys() | family.mtp_copies(arch)
+        names = (name for name in weights.shapes() if family.is_in_mtp_layer(name, arch) and name not in trained)
+        return cls(weights, tuple(names))
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype in the spelling of safetensors, shape)."""
+        if self.weights is None:
+            return {}
+        dtypes, shapes = self.weights.dtypes(), self.weights.shapes()
+        return {name: (dtypes[name], shapes[name]) for name in self.names}
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that contain the tensors."""
+        return sorted({self.weights.file_of(name) for name in self.names}) if self.weights else []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor). The memory of a tensor is freed when the next one is read."""
+        for name in self.names:
+            assert self.weights is not None, "there are names only if there are weights"
+            yield name, self.weights[name]
+            self.weights.release(name)
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
@@ -333,12 +374,18 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     arch = family.read(config)
     shapes, dtypes = weights.shapes(), weights.dtypes()
     expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
-    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
+    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch) and name not in expected}
+    shapes = {name: shape for name, shape in shapes.items() if name not in copied}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     if arch.is_reward_model and family.engine_score_has_bias:
         shapes.pop(SCORE_BIAS, None)  # mrl writes a bias of 0 for SGLang
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
+    problems += [
+        f"{name} of an MTP layer is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}"
+        for name in copied
+        if dtypes[name] not in ITEM_BYTES
+    ]
     for name, shape in shapes.items():
         title = f"{name} in {weights.file_of(name).name}"
         if name not in expected:

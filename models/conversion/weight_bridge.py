@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
 from models.conversion.mapping import Box, ParamMapping
+from models.conversion.mtp_mapping import MTP_PREFIX
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
@@ -255,7 +256,7 @@ class WeightBridge(ParamBridge):
 
 def _layer_or_name(name: str) -> str:
     """Return the layer of a parameter (such as `decoder.layers.3`), or the parameter's name if it is in no layer."""
-    return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
+    return ".".join(name.split(".")[:3]) if name.startswith(("decoder.layers.", MTP_PREFIX)) else name
 
 
 def _shard_group(row: ParamMapping) -> ProcessGroup:

@@ -311,7 +311,7 @@ def sigmoid_routed_moe_parts(config: HFConfig) -> frozenset[str]:
 
 def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
     """Return Megatron's fields for MoE layers with sigmoid routing. Raises ValueError if a value is not supported."""
-    # These fields describe MTP layers, which are neither loaded nor exported.
+    # These fields describe MTP layers (models/conversion/mtp_mapping.py).
     config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))
     num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]

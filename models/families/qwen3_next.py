@@ -2,7 +2,7 @@
 
 RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside a gated delta net. Qwen3.5 (dense
 models) has MLPs. Qwen3-Next has routed experts and a shared expert. The output of the shared expert is multiplied by the sigmoid
-of one number per token. Layers for multi-token prediction are ignored.
+of one number per token.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from typing import Any
 
 from models.architecture import Architecture, Family, recurrent_value_width
 from models.conversion.mapping import GatedMLPMapping, GatedQKVMapping, HeadGroupsMapping, ParamMapping
+from models.conversion.mtp_mapping import PREFIXED_LAYER
 from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
@@ -219,6 +220,7 @@ QWEN3_5 = Family(
     engine_needs_gpu=True,
     engine_reads_dtype=True,
     has_mtp_layers=True,
+    mtp=PREFIXED_LAYER,
 )
 
 
@@ -268,4 +270,5 @@ QWEN3_NEXT = Family(
     engine_needs_gpu=True,
     engine_reads_dtype=True,
     has_mtp_layers=True,
+    mtp=PREFIXED_LAYER,
 )

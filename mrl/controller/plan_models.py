@@ -36,6 +36,7 @@ from mrl.controller.plan_engine_dtype import (
     engine_dtype,
     is_fp8,
 )
+from mrl.controller.plan_mtp import check_mtp_settings
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
@@ -124,7 +125,10 @@ def plan_model(
     `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
-    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
+    train_mtp = config.model.train_mtp and not section
+    if train_mtp:
+        check_mtp_settings(config, head)
+    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family, train_mtp)
     arch = family_of(hf).read(hf)
     if head == "vocabulary" and arch.is_reward_model:
         raise ValueError(

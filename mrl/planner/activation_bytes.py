@@ -466,6 +466,24 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
     return saved + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
 
 
+def mtp_bytes(shape: ModelShape, batch: MicroBatchShape, recompute: Recompute) -> int:
+    """Return the bytes that the last stage saves for its MTP layers: their decoder layers, and the tensors around these.
+
+    Around a decoder layer, these are the embeddings and their norm, the norm of the hidden states, both norms side by side, and
+    the last norm, whose output is stored side by side with the hidden states of the model. With full recomputation by `block`,
+    Megatron does not recompute MTP layers.
+    """
+    if not shape.mtp_layers:
+        return 0
+    hidden = batch.rows * shape.hidden * batch.itemsize
+    outputs = (2 * shape.mtp_layers + 1) * hidden  # of the last norms, and their concatenation
+    if recompute.granularity == "full" and recompute.method == "uniform":
+        return 2 * shape.mtp_layers * hidden + outputs
+    modules = recompute.modules if recompute.granularity == "selective" else frozenset()
+    norms = 3 * sum(norm_bytes("mtp", shape.hidden, batch.rows, batch).values())
+    return shape.mtp_layers * (layer_bytes(shape, shape.mtp_kind, batch, modules) + norms + 2 * hidden) + outputs
+
+
 def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes that the vision tower saves for one pack. `width`: width of the decoder's hidden states.
 

@@ -259,6 +259,7 @@ class ModelShape:
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
     indexer: IndexerShape | None = None  # sizes of the indexers; None: attention is not sparse
+    mtp_layers: int = 0  # number of trained MTP layers, on the last pipeline stage; no other field contains them
 
     @classmethod
     def of(
@@ -311,6 +312,7 @@ class ModelShape:
             frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
             indexer=IndexerShape.of(arch, of_indexer),
+            mtp_layers=arch.mtp_layers,
         )
 
     @classmethod
@@ -353,6 +355,30 @@ class ModelShape:
     @property
     def has_latent_attention(self) -> bool:
         return self.kv_lora > 0
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """What the decoder layer of an MTP layer consists of."""
+        return LayerKind(("attention", "moe" if self.num_experts else "dense"))
+
+    @cached_property
+    def mtp_parameters(self) -> tuple[ParameterShape, ...]:
+        """Parameters of one MTP layer: two norms, the projection, its decoder layer and a norm."""
+
+        def outer(name: str, *shape: int) -> ParameterShape:
+            return ParameterShape(f"{name}.weight", "layer", shape, len(shape) > 1, "always")
+
+        norms = [outer(name, self.hidden) for name in ("enorm", "hnorm", "final_layernorm")]
+        inner = [
+            p for p in self.parameters if p.location in ("layer", "expert") and p.present_in in self.mtp_kind.present
+        ]
+        return (*norms[:2], outer("eh_proj", self.hidden, 2 * self.hidden), *inner, norms[2])
+
+    @cached_property
+    def num_mtp_parameters(self) -> int:
+        """Number of trainable parameters of all MTP layers."""
+        copies = {"expert": self.num_experts}
+        return self.mtp_layers * sum(p.numel * copies.get(p.location, 1) for p in self.mtp_parameters)
 
     @cached_property
     def expert_parameters(self) -> int:

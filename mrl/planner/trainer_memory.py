@@ -21,6 +21,7 @@ from mrl.planner.activation_bytes import (
     bytes_outside_layers,
     indexer_working_bytes,
     layer_bytes,
+    mtp_bytes,
     tower_working_bytes,
     virtual_stage_bytes,
 )
@@ -182,10 +183,14 @@ def _rank_memory(
         saved_per_pass = max(
             _saved_bytes(shape, batch, kinds, settings.recompute, adapters)
             + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
+            + (mtp_bytes(shape, batch, settings.recompute) if v.is_last else 0)
             for kinds, v in zip(kinds_by_stage, stage, strict=True)
         )
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
+        head += (
+            mtp_head_bytes(shape, batch, settings, copies_embedding=not is_first and not shape.tied) if is_last else 0
+        )
         tower = tower_working_bytes(shape.tower, shape.hidden, batch) if is_first else 0
         backward = _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters)
         working = max(head, tower, backward + indexer_working_bytes(shape, batch))
@@ -337,6 +342,17 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     if settings.teacher_hidden:
         return 2 * hidden + _distillation_bytes(shape, batch, settings, chunk, sampled)
     return 2 * hidden + sampled
+
+
+def mtp_head_bytes(
+    shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, copies_embedding: bool
+) -> int:
+    """Return the bytes of the heads of MTP layers: hidden states, a chunk of logits, and the copy of the embedding if needed."""
+    rows = -(-shape.vocab // batch.tp)
+    chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
+    hidden = 2 * batch.tokens * shape.hidden * batch.itemsize
+    embedding = rows * shape.hidden * batch.itemsize if copies_embedding and shape.mtp_layers else 0
+    return shape.mtp_layers * (chunk + hidden) + embedding
 
 
 def _distillation_bytes(
