@@ -179,6 +179,7 @@ def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
 
 def _latent_attention(provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
     linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
+    assert arch.rope is not None, "latent attention has a rotary embedding"
     rotary, core = AmplifiedRotaryEmbedding(arch.rope), PackedAttention
     if arch.has_sparse_attention:
         core = ModuleSpec(SparseAttention, params={"rotary": rotary, "indexer_layers": arch.indexer_layers})

@@ -11,6 +11,8 @@ constructor and its forward pass would both have to be replaced, so PackedGatedD
 config are Megatron's.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -28,7 +30,7 @@ class PackedGatedDeltaNet(PackedRecurrence):
     values, its gates, and one beta and one alpha for each of its value heads.
     """
 
-    sharded = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}
+    sharded: ClassVar = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}
 
     def _set_sizes(self, config: TransformerConfig, **unused) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
         tp, all_heads = self.tp_group.size(), config.linear_num_value_heads

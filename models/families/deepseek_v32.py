@@ -11,6 +11,7 @@ uses 1e-6. The published configs of GLM-5 have 1e-5.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from models.architecture import Architecture
 from models.conversion.mapping import ParamMapping
@@ -23,11 +24,9 @@ _INDEXER, _HF_INDEXER = (
     "decoder.layers.{layer}.self_attention.core_attention.indexer",
     "model.layers.{layer}.self_attn.indexer",
 )
-_FULL, _SHARED = (
-    "full",
-    "shared",
-)  # values of indexer_types: the layer has an indexer, or it uses the keys of an earlier layer
-_ROW = dict(present_in="indexer_layers", is_frozen=True)
+# Values of indexer_types: the layer has an indexer, or it uses the keys of an earlier layer
+_FULL, _SHARED = "full", "shared"
+_ROW: dict[str, Any] = dict(present_in="indexer_layers", is_frozen=True)
 # index_q: queries of all heads of the indexer; index_dim: its only key; index_heads: number of its heads
 INDEXER = (
     ParamMapping(f"{_INDEXER}.wq_b.weight", (f"{_HF_INDEXER}.wq_b.weight",), (("index_q", "q_lora"),), **_ROW),
@@ -62,6 +61,7 @@ def _translate(config: HFConfig, indexer_types: list[str], *, interleaved: bool)
     heads, channels, topk = (_positive(config, f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
     _positive(config, "q_lora_rank")
     arch = deepseek_v3.translate(config)
+    assert arch.rope is not None, "latent attention has a rotary embedding"
     if arch.rope.dim > channels:
         raise ValueError(
             f"{config.path}: index_head_dim={channels} is not supported; expected at least qk_rope_head_dim={arch.rope.dim}."

@@ -132,7 +132,8 @@ def _blocks(config: HFConfig) -> tuple[Block, ...]:
                 f"{config.path}: {field}={kinds!r} is not supported; expected {' or '.join(known)} for each layer."
             )
         found[field] = tuple(known[kind] for kind in kinds)
-    blocks = next(iter(found.values()), ("recurrent", "moe", "attention", "dense"))  # the default of transformers
+    default: tuple[Block, ...] = ("recurrent", "moe", "attention", "dense")  # of transformers
+    blocks = next(iter(found.values()), default)
     if any(other != blocks for other in found.values()) or count not in (None, len(blocks)):
         raise ValueError(
             f"{config.path}: layers_block_type={names!r}, hybrid_override_pattern={pattern!r} and num_hidden_layers={count!r} "

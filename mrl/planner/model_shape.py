@@ -475,8 +475,10 @@ class ModelShape:
 
 def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
     if "mamba_num_heads" in t:
-        sizes = (t[f"mamba_{name}"] for name in ("num_groups", "num_heads", "state_dim", "head_dim"))
-        return RecurrentShape(*sizes, t["linear_conv_kernel_dim"], is_mamba=True)
+        groups, heads, key_dim, value_dim = (
+            t[f"mamba_{n}"] for n in ("num_groups", "num_heads", "state_dim", "head_dim")
+        )
+        return RecurrentShape(groups, heads, key_dim, value_dim, t["linear_conv_kernel_dim"], is_mamba=True)
     fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
 

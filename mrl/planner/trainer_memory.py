@@ -13,11 +13,7 @@ from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.planner.activation_bytes import (
-    GPU_KERNELS,
     Adapters,
-    Kernels,
-    MicroBatchShape,
-    Recompute,
     bytes_outside_layers,
     indexer_working_bytes,
     layer_bytes,
@@ -25,6 +21,7 @@ from mrl.planner.activation_bytes import (
     tower_working_bytes,
     virtual_stage_bytes,
 )
+from mrl.planner.micro_batch_shape import GPU_KERNELS, Kernels, MicroBatchShape, Recompute
 from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims

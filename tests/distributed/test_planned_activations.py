@@ -1,6 +1,6 @@
 """Planned activations, compared with the storages that torch saves for the backward pass of tiny models.
 
-Runs in float32 on a CPU, where kernels keep the tensors of CPU_KERNELS (mrl.planner.activation_bytes). With the versions of
+Runs in float32 on a CPU, where kernels keep the tensors of CPU_KERNELS (mrl.planner.micro_batch_shape). With the versions of
 requirements.txt, 14 of the 16 models are equal to the byte, and all are within 0.2 %.
 """
 
@@ -8,7 +8,8 @@ import pytest
 from test_planned_memory import _fake, config_of, shape_of
 from tiny_families import FAMILIES, SIZES
 
-from mrl.planner.activation_bytes import CPU_KERNELS, Adapters, MicroBatchShape, Recompute, virtual_stage_bytes
+from mrl.planner.activation_bytes import Adapters, virtual_stage_bytes
+from mrl.planner.micro_batch_shape import CPU_KERNELS, MicroBatchShape, Recompute
 from mrl.planner.model_shape import ModelShape
 from parallel.dims import ParallelDims
 from parallel.trainer_config import LoraConfig

@@ -11,8 +11,9 @@ from tiny_families import FAMILIES, SIZES
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.planner.activation_bytes import Adapters, MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
+from mrl.planner.activation_bytes import Adapters, layer_bytes, virtual_stage_bytes
 from mrl.planner.engine_memory import adapter_slot_bytes, engine_memory, engine_weights, kv_bytes
+from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
 from mrl.planner.model_shape import LayerKind, ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
