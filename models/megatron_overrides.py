@@ -63,6 +63,10 @@ FIELDS_SET_BY_MRL = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
         "moe_shared_expert_gate",
     ]
 )
