@@ -75,6 +75,11 @@ class Architecture:
         return self.transformer["num_layers"]
 
     @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that have a rotary embedding."""
+        return 0 if self.rope is None else self.rope.dim
+
+    @property
     def num_experts(self) -> int:
         """Number of experts per layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts", 0)
@@ -187,7 +192,9 @@ class Architecture:
             _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         )
         matrices = 3 if t["gated_linear_unit"] else 2  # of an MLP
-        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
+        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (
+            t.get(_SHARED_EXPERTS_WIDTH) or 0
+        )
         of_block = dict(
             attention=projections,
             recurrent=recurrent_multiply_adds(t) if self.has_recurrent_layers else 0,

@@ -168,7 +168,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         NO_TOKENS
         | MAMBA
-        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3)
+        | dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3
+        )
         | dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, routed_scaling_factor=1.7)
         | dict(moe_shared_expert_intermediate_size=20, mamba_num_heads=4, num_key_value_heads=4),
     ),

@@ -101,9 +101,7 @@ def _mlp(megatron: str, hf: str, width: str, block: Block) -> tuple[ParamMapping
 
 
 _MOE = (
-    ParamMapping(
-        f"{_MLP}.router.weight", (f"{_HF}.gate.weight",), (("experts", "hidden"),), present_in="moe_layers"
-    ),
+    ParamMapping(f"{_MLP}.router.weight", (f"{_HF}.gate.weight",), (("experts", "hidden"),), present_in="moe_layers"),
     ParamMapping(
         f"{_MLP}.router.expert_bias",
         (f"{_HF}.gate.e_score_correction_bias",),
@@ -134,7 +132,8 @@ def _blocks(config: HFConfig) -> tuple[Block, ...]:
                 f"{config.path}: {field}={kinds!r} is not supported; expected {' or '.join(known)} for each layer."
             )
         found[field] = tuple(known[kind] for kind in kinds)
-    blocks = next(iter(found.values()), ("recurrent", "moe", "attention", "dense"))  # the default of transformers
+    default: tuple[Block, ...] = ("recurrent", "moe", "attention", "dense")  # of transformers
+    blocks = next(iter(found.values()), default)
     if any(other != blocks for other in found.values()) or count not in (None, len(blocks)):
         raise ValueError(
             f"{config.path}: layers_block_type={names!r}, hybrid_override_pattern={pattern!r} and num_hidden_layers={count!r} "
@@ -171,7 +170,9 @@ def _check_fields(config: HFConfig) -> None:
         )
     # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. transformers
     # raises the steps of Mamba-2 to at least `time_step_min`; the models are trained without this limit, and SGLang has none.
-    config.read_fields.update(("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"))
+    config.read_fields.update(
+        ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand")
+    )
     config.read_fields.update(("use_mamba_kernels", "chunk_size", "moe_shared_expert_overlap", "mamba_ssm_cache_dtype"))
     config.read_fields.update(("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type"))
     config.read_fields.add("mtp_hybrid_override_pattern")

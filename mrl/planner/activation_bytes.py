@@ -3,8 +3,8 @@
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
 Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide these
 inputs over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
-trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So the
-paper's term 5 a s^2 b does not occur.
+trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So
+the paper's term 5 a s^2 b does not occur.
 
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
 one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
@@ -395,7 +395,9 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
     scores = (shape.num_experts + 1) * STATISTIC_BYTES if shape.sigmoid_router else 0
-    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(shape.router_groups)
+    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(
+        shape.router_groups
+    )
     return {"routing": batch.rows * (chosen + order + scores + groups)}
 
 

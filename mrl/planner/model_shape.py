@@ -251,7 +251,7 @@ class ModelShape:
             clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
-            rotary_dim=0 if arch.rope is None else arch.rope.dim,
+            rotary_dim=arch.rotary_dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
             window=arch.window,
@@ -394,8 +394,8 @@ class ModelShape:
 
 def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
     if "mamba_num_heads" in t:
-        sizes = (t[f"mamba_{name}"] for name in ("num_groups", "num_heads", "state_dim", "head_dim"))
-        return RecurrentShape(*sizes, t["linear_conv_kernel_dim"], is_mamba=True)
+        names = ("mamba_num_groups", "mamba_num_heads", "mamba_state_dim", "mamba_head_dim", "linear_conv_kernel_dim")
+        return RecurrentShape(*(t[name] for name in names), is_mamba=True)
     fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
 

@@ -160,10 +160,7 @@ class TrainerTime:
             # every context-parallel rank computes the recurrences of all tokens
             attention=2
             * layers
-            * (
-                attention * shape.attention_macs * shape.attended_squares(squares_per_token)
-                + recurrent * rule * cp
-            )
+            * (attention * shape.attention_macs * shape.attended_squares(squares_per_token) + recurrent * rule * cp)
             * gpu_tokens
             / cluster.attention_flops_per_s,
             experts=moe * expert_s,

@@ -59,7 +59,9 @@ def peft_prefix(name: str) -> str:
     The checkpoints of Nemotron-H have other names than the modules in transformers.
     """
     module = name.removesuffix("weight")
-    return "base_model.model." + ("model." + module.removeprefix("backbone.") if name.startswith("backbone.") else module)
+    return "base_model.model." + (
+        "model." + module.removeprefix("backbone.") if name.startswith("backbone.") else module
+    )
 
 
 def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
@@ -219,10 +221,12 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.extended_except("dp2 ep2")
-@pytest.mark.parametrize("dims", EXPERTS, ids=str)
-def test_gradients_of_routed_experts(run_ranks, expected, dims):
+@pytest.mark.extended_except("moe-dp2 ep2")
+@pytest.mark.parametrize(
+    ("kind", "dims"), [("moe", dims) for dims in EXPERTS] + [("mamba_moe", ParallelDims(tp=2, ep=2, etp=1))], ids=str
+)
+def test_gradients_of_routed_experts(run_ranks, expected, kind, dims):
     from mrl.workers.trace_comparison import StepTrace
 
-    model, adapters, reference = expected("moe", True)
+    model, adapters, reference = expected(kind, True)
     check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters, experts=True))))

@@ -20,7 +20,9 @@ def reference_layer(p: dict, hidden, layer):
     heads = layer.heads // layer.groups
     values, state = heads * layer.head_dim, layer.state_dim
     projected = norm(hidden, EPS) * p["linear_in.layer_norm_weight"] @ p["linear_in.weight"].T
-    gate, convolved, numbers = projected.unflatten(1, (layer.groups, -1)).split([values, values + 2 * state, heads], dim=-1)
+    gate, convolved, numbers = projected.unflatten(1, (layer.groups, -1)).split(
+        [values, values + 2 * state, heads], dim=-1
+    )
 
     def convolution(rows):
         return reference.convolution(rows, p["conv_weight"]) + p.get("conv_bias", 0.0)

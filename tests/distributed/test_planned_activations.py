@@ -145,7 +145,9 @@ def one_chunk(name: str) -> int:
     """
     fields, masks = FAMILIES[name][1], 2 * 64 * 64
     if "mamba_num_heads" in fields:
-        channels = fields["mamba_num_heads"] * fields["mamba_head_dim"] + 2 * fields["n_groups"] * fields["ssm_state_size"]
+        channels = (
+            fields["mamba_num_heads"] * fields["mamba_head_dim"] + 2 * fields["n_groups"] * fields["ssm_state_size"]
+        )
         return masks + (fields["conv_kernel"] - 1) * len(LENGTHS) * channels * 4
     if "linear_num_key_heads" not in fields:
         return 0

@@ -47,7 +47,11 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
         ("qwen3_5_biased", dict(full_attention_interval=2), "has a rotary embedding .*, proj_bias, qkv_bias, which"),
         ("qwen3_next", dict(full_attention_interval=2, mlp_only_layers=[0]), "layers without experts, which SGLang"),
         ("nemotron_h", {}, 'names for the values of layers_block_type; write "attention" in place of "full_attention"'),
-        ("nemotron_h", dict(layers_block_type=["mamba"]), "has n_groups other than 8 without an equal field mamba_n_groups"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba"]),
+            "has n_groups other than 8 without an equal field mamba_n_groups",
+        ),
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),

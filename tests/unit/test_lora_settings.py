@@ -167,7 +167,9 @@ def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(mode
 
 def test_the_input_projection_of_mamba_2_has_no_adapter(models):
     family, arch = read(models["nemotron_h_moe"])
-    with pytest.raises(ValueError, match=r"NemotronHForCausalLM: in_proj cannot have adapters, .* from out_proj, q_proj"):
+    with pytest.raises(
+        ValueError, match=r"NemotronHForCausalLM: in_proj cannot have adapters, .* from out_proj, q_proj"
+    ):
         check_lora(LORA, family, arch)
     targets = ["q_proj", "v_proj", "out_proj"]
     with pytest.raises(ValueError, match="layer 1 has none of these matrices; add one of up_proj, down_proj"):

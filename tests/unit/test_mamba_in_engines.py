@@ -39,9 +39,13 @@ def attributes(file: str, name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_moe"])
 def test_parameters_have_the_names_of_sglang(name):
-    params = [p.split(".") for p in EngineLayout.of(NEMOTRON_H, architecture(name), EngineParallelSizes()).param_shapes(0)]
+    params = [
+        p.split(".") for p in EngineLayout.of(NEMOTRON_H, architecture(name), EngineParallelSizes()).param_shapes(0)
+    ]
     outside = {path[1] for path in params if path[0] == "model"}
-    assert outside <= attributes("models/nemotron_h.py", "NemotronHModel") | {"layers"}  # one statement sets three values
+    assert outside <= attributes("models/nemotron_h.py", "NemotronHModel") | {
+        "layers"
+    }  # one statement sets three values
     assert outside == {"embed_tokens", "layers", "norm_f"} and {p[0] for p in params} == {"model", "lm_head"}
     for layer, kind in enumerate(FAMILIES[name][1]["layers_block_type"]):
         mine = [path[3:] for path in params if path[:3] == ["model", "layers", str(layer)]]

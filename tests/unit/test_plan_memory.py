@@ -290,7 +290,9 @@ def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_
 
 
 def test_a_model_with_one_block_in_each_layer_caches_keys_and_states_only_in_some_layers(tmp_path):
-    shape = MemoryEstimator.of(config_of("Nemotron-Nano-9B-v2", tmp_path, *LAYOUT, "rollout.engine_tp=4")).shapes["actor"]
+    shape = MemoryEstimator.of(config_of("Nemotron-Nano-9B-v2", tmp_path, *LAYOUT, "rollout.engine_tp=4")).shapes[
+        "actor"
+    ]
     assert kv_bytes(shape, EngineParallelSizes(4), 2) == 4 * 2 * 2 * 128 * 2, "two of eight key heads in 4 of 56 layers"
     # one of four ranks, 27 layers: a float32 matrix for each of 128 heads, and three inputs of the convolution in bfloat16
     state = 27 * (128 * 80 * 128 * 4 + (128 * 80 + 2 * 8 * 128) * 3 * 2) // 4

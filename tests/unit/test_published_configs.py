@@ -38,7 +38,13 @@ from models.hf_config import HFConfig
 
 @pytest.mark.parametrize(
     ("fields", "billions"),
-    [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27), (NEMOTRON_H_8B, 8.1), (NEMOTRON_NANO_9B_V2, 8.9), (NEMOTRON_3_NANO_30B, 31.6)],
+    [
+        (QWEN3_NEXT_80B, 80),
+        (QWEN35_27B, 27),
+        (NEMOTRON_H_8B, 8.1),
+        (NEMOTRON_NANO_9B_V2, 8.9),
+        (NEMOTRON_3_NANO_30B, 31.6),
+    ],
     ids=["80B", "27B", "8B", "9B", "30B"],
 )
 def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
@@ -97,7 +103,11 @@ def test_a_published_config_is_accepted_and_has_the_published_number_of_paramete
     assert sum(prod(shape) for shape in family.hf_shapes(family.read(config)).values()) == parameters
 
 
-@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (NEMOTRON_3_NANO_30B, 3.6)], ids=["A3B", "A37B", "A3.6B"])
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (NEMOTRON_3_NANO_30B, 3.6)],
+    ids=["A3B", "A37B", "A3.6B"],
+)
 def test_a_token_costs_the_published_number_of_active_parameters(fields, billions):
     config = HFConfig("config.json", published(fields))
     per_token, _ = family_of(config).read(config).multiply_adds()
