@@ -81,6 +81,11 @@ class Architecture:
         return self.transformer["num_layers"]
 
     @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that have a rotary embedding."""
+        return 0 if self.rope is None else self.rope.dim
+
+    @property
     def num_experts(self) -> int:
         """Number of experts per layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts", 0)
@@ -332,6 +337,8 @@ class Family:
     engine_score_has_bias: bool = False
     # part of the name of a Hugging Face tensor -> part of the name of its SGLang parameter in its place, after the fusions
     engine_renames: Mapping[str, str] = field(default_factory=dict)
+    # field of config.json that is a list of names -> name that transformers writes -> name that SGLang needs, if they differ
+    engine_spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -380,6 +387,10 @@ class Family:
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
+        for name, spellings in self.engine_spellings.items():
+            if unknown := sorted(spellings.keys() & set(config.fields.get(name) or ())):
+                needed = ", ".join(f'"{spellings[value]}" in place of "{value}"' for value in unknown)
+                raise ValueError(f"{config.path}: SGLang has other names for the values of {name}; write {needed}.")
         if unsupported := self.engine_unsupported_parts & arch.parts:
             raise ValueError(
                 f"model.path: this {self.architecture} has {', '.join(sorted(unsupported))}, which SGLang silently "

@@ -40,9 +40,7 @@ from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
-from parallel.gated_delta_net import PackedGatedDeltaNet
 from parallel.layer_variants import PostNormLayer, VariantSelfAttention, biased_down_projection
-from parallel.mamba2 import PackedMamba2
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
     BiasedRouter,
@@ -53,7 +51,7 @@ from parallel.megatron_layers import (
     fuse_rope_of_packs,
     spec_provider,
 )
-from parallel.recurrent_layer import PlanOfLastPack
+from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, PlanOfLastPack
 from parallel.rope import Rope
 from parallel.sparse_attention import SparseAttention
 

@@ -259,10 +259,10 @@ def selective_scan(
     dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
     query, key, value, log_decay, step = (x.to(wide) for x in (query, key, value, log_decay, step))
     groups = query.size(1)
-    by_head = heads, _ = value.size(1) // groups, value.size(2)
+    by_head = value.size(1) // groups, value.size(2)  # heads of a group, channels
     query, key = _chunks(query, plan), _chunks(key, plan)  # [N, g, C, k]
     values = _chunks((value * step[..., None]).view(len(value), groups, -1), plan)  # [N, g, C, heads * v]
-    decay = _chunks(log_decay.view(len(log_decay), groups, heads), plan).cumsum(-2)  # [N, g, C, heads]
+    decay = _chunks(log_decay.view(len(log_decay), groups, -1), plan).cumsum(-2)  # [N, g, C, heads]
     pairs = _decay_of_pairs(decay.transpose(-1, -2))  # [N, g, heads, C, C]
     scores = (query @ key.transpose(-1, -2)).unsqueeze(2) * pairs
     inside = (scores @ values.unflatten(-1, by_head).transpose(2, 3)).transpose(2, 3)  # [N, g, C, heads, v]

@@ -1,6 +1,6 @@
 """Configs of models with experts as their authors published them."""
 
-from published_dense_configs import QWEN
+from published_dense_configs import NEMOTRON, QWEN
 
 QWEN3_30B_A3B = QWEN | dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -264,4 +264,28 @@ QWEN3_NEXT_80B = QWEN | dict(
     router_aux_loss_coef=0.001,
     shared_expert_intermediate_size=512,
     vocab_size=151936,
+)
+NEMOTRON_3_NANO_30B = NEMOTRON | dict(
+    hidden_size=2688,
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    intermediate_size=1856,
+    mamba_head_dim=64,
+    mamba_num_heads=64,
+    mamba_ssm_cache_dtype="float32",
+    max_position_embeddings=262144,
+    moe_intermediate_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    n_group=1,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    norm_eps=1e-5,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts_per_tok=6,
+    num_hidden_layers=52,
+    num_key_value_heads=2,
+    partial_rotary_factor=1.0,
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    topk_group=1,
 )

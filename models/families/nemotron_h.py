@@ -61,7 +61,7 @@ _MAMBA = tuple(
             part=_CONV_BIAS,
         ),
         ParamMapping(f"{_MIXER}.dt_bias", (f"{_HF}.dt_bias",), (_HEADS,), axis=0),
-        ParamMapping(f"{_MIXER}.A_log", (f"{_HF}.A_log",), (_HEADS,), axis=0),
+        ParamMapping(f"{_MIXER}.A_log", (f"{_HF}.A_log",), (_HEADS,), axis=0, negative_exp_in_engine=True),
         ParamMapping(f"{_MIXER}.D", (f"{_HF}.D",), (_HEADS,), axis=0),
         ParamMapping(f"{_MIXER}.norm_weight", (f"{_HF}.norm.weight",), (("values",),), axis=0),
         ParamMapping(f"{_MIXER}.linear_proj.weight", (f"{_HF}.out_proj.weight",), (("hidden", "values"),), axis=1),
@@ -318,8 +318,13 @@ NEMOTRON_H = Family(
     ),
     engine_required_fields=("n_groups",),
     engine_unsupported_parts=frozenset([_OTHER_GROUPS]),
+    engine_float32=(".mixer.A",),
     engine_prefixes={"backbone.embeddings.": "model.embed_tokens.", "backbone.": "model."},
+    engine_renames={".A_log": ".A"},
+    engine_spellings=dict(layers_block_type={"linear_attention": "mamba", "full_attention": "attention"}),
     peft_prefixes={"backbone.": "model."},
     engine_needs_gpu=True,
+    # Otherwise, on some GPUs, SGLang would choose kernels that need the weights of experts in another order.
+    engine_args=dict(moe_runner_backend="triton"),
     has_mtp_layers=True,
 )

@@ -45,7 +45,7 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
         )
     if arch.has_recurrent_layers:
         raise ValueError(
-            f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
+            f"{prefix} with model.path={config.model.path}: trainers send the weights of recurrent layers only in model.dtype; "
             "leave sglang.quantization out."
         )
     if arch.has_sparse_attention:

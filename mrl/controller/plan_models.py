@@ -146,7 +146,7 @@ def plan_model(
         _check_adapted_stages(config, arch, dims)
     if arch.has_recurrent_layers and (fp8 := config.megatron.get("fp8")):
         raise ValueError(
-            f"megatron.fp8={fp8}: trainers compute gated delta nets only in model.dtype; leave the key out."
+            f"megatron.fp8={fp8}: trainers compute recurrent layers only in model.dtype; leave the key out."
         )
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     if not section:

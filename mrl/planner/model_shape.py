@@ -295,7 +295,7 @@ class ModelShape:
             clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
-            rotary_dim=0 if arch.rope is None else arch.rope.dim,
+            rotary_dim=arch.rotary_dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
             window=arch.window,

@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,9 +21,10 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.conversion.fp8_blocks import SCALE_SUFFIX, quantized_shapes, quantizing_reader
-from models.conversion.mapping import ParamMapping
+from models.conversion.mapping import Box, ParamMapping
 from mrl.config.process_schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
 from mrl.weight_sync.control_channel import (
@@ -93,6 +94,15 @@ class TrainerWeights(Protocol):
         """Return a function that reads this rank's current weights. Use the function for one push only."""
 
 
+def negative_exp_reader(read: ReadTensor, names: Set[str]) -> ReadTensor:
+    """Return a function that reads -exp(x), in float32, in place of the values x of the tensors `names`."""
+
+    def read_value(name: str, box: Box) -> Tensor:
+        return -read(name, box).float().exp() if name in names else read(name, box)
+
+    return read_value
+
+
 class LiveSync:
     """One trainer rank's part in a live weight sync. Every trainer rank creates a LiveSync. Rank 0 also controls the engines."""
 
@@ -116,6 +126,9 @@ class LiveSync:
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         # Name of each matrix that is sent in FP8 with block scales -> its shape
         self._quantized = quantized_shapes(weights.rows, weights.sizes) if part.block_scales else {}
+        self._negative_exp = frozenset(
+            name for row in weights.rows if row.negative_exp_in_engine for name in row.hf
+        )  # names of the tensors of which engines store -exp(x)
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -157,6 +170,7 @@ class LiveSync:
 
     def _reader(self) -> ReadTensor:
         read = self._weights.reader()
+        read = negative_exp_reader(read, self._negative_exp) if self._negative_exp else read
         return quantizing_reader(read, self._quantized) if self._quantized else read
 
     def _begin_push(self, version: int, base: str | None) -> str:

@@ -67,7 +67,7 @@ def our_logits(rank: int, folder):
         "phi3_long",
         "olmo3",
     ),
-    *("gemma3", "qwen3_5", "gpt_oss"),
+    *("gemma3", "qwen3_5", "gpt_oss", "nemotron_h"),
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(run_ranks, tmp_path, name):
@@ -123,7 +123,7 @@ def their_gradients(model) -> dict:
 
 @pytest.mark.extended_except(
     *("qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "olmo3", "gemma3", "qwen3_5", "qwen3_next"),
-    "gpt_oss",
+    *("gpt_oss", "nemotron_h_moe"),
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_equal_those_of_transformers(run_ranks, tmp_path, name):

@@ -61,7 +61,8 @@ def test_every_family_has_a_tiny_model():
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
     found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
-    assert read(found).num_layers == found["num_hidden_layers"]
+    listed = found.get("layers_block_type", ())  # Nemotron-H has no field with the number of layers
+    assert read(found).num_layers == found.get("num_hidden_layers", len(listed)) > 0
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -70,7 +71,7 @@ def test_a_reward_model_has_the_name_of_the_classifier_of_transformers(prefix):
     assert reward_model.as_reward_model() == reward_model
     assert reward_model.family_architecture == f"{prefix}ForCausalLM"
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config_class(prefix).model_type)
-    without = ("DeepseekV32", "Glm4Moe", "GlmMoeDsa", "MiniMaxM2")
+    without = ("DeepseekV32", "Glm4Moe", "GlmMoeDsa", "MiniMaxM2", "NemotronH")
     assert known == (None if prefix in without else reward_model.architecture)
 
 
@@ -245,6 +246,32 @@ def test_no_ignored_field_is_read_by_a_family():
         ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=8 is not supported; expected a multiple of"),
         ("qwen3_5", dict(num_experts=4), "num_experts=4 is not known to Qwen3_5ForCausalLM"),
         ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
+        ("nemotron_h", dict(mlp_hidden_act="silu"), "mlp_hidden_act='silu' is not supported; expected 'relu2'"),
+        ("nemotron_h", dict(mlp_bias=True), "mlp_bias=True is not supported; expected False"),
+        ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not supported; expected False"),
+        (
+            "nemotron_h",
+            dict(time_step_limit=[0.0, 0.1]),
+            "time_step_limit=[0.0, 0.1] is not supported; expected [0.0, Inf",
+        ),
+        ("nemotron_h", dict(attention_head_dim=8), "attention_head_dim=8 is not supported; expected None or 16"),
+        ("nemotron_h", dict(n_groups=3), "mamba_num_heads=8 is not supported; expected a multiple of n_groups=3"),
+        ("nemotron_h", dict(mamba_n_groups=8), "n_groups=4, mamba_n_groups=8 are names of one field"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba", "mamba2"]),
+            "expected linear_attention or full_attention or mamba",
+        ),
+        (
+            "nemotron_h",
+            dict(hybrid_override_pattern="M-*|"),
+            "hybrid_override_pattern='M-*|' is not supported; expected M",
+        ),
+        ("nemotron_h", dict(hybrid_override_pattern="M-*-"), "and num_hidden_layers=None differ; remove all but one"),
+        ("nemotron_h", dict(num_hidden_layers=3), "and num_hidden_layers=3 differ; remove all but one of these fields"),
+        ("nemotron_h_moe", dict(moe_latent_size=16), "moe_latent_size=16 is not supported; expected None"),
+        ("nemotron_h_moe", dict(n_shared_experts=2), "n_shared_experts=2 is not supported; expected 1"),
+        ("nemotron_h_moe", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported; expected True"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -330,6 +357,36 @@ def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
         ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
     ):
         read(known).check_layout(ParallelDims(tp=4))
+
+
+def test_all_spellings_of_the_layers_of_nemotron_h_give_the_same_model(fields):
+    known = fields("nemotron_h")
+    others = {name: value for name, value in known.items() if name != "layers_block_type"}
+    arch = read(known)
+    assert [arch.blocks(n) for n in range(4)] == [("recurrent",), ("dense",), ("attention",), ("recurrent",)]
+    assert arch == read(others | dict(hybrid_override_pattern="M-*M", num_hidden_layers=4))
+    assert arch == read(others | dict(layers_block_type=["mamba", "mlp", "attention", "mamba"]))
+    assert arch == read(known | dict(time_step_limit=[0.0, float("inf")]))
+
+
+def test_layers_with_one_block_have_the_cost_of_their_block(fields):
+    arch = read(fields("nemotron_h_moe"))
+    values, states, heads, kernel, state = 4 * 6, 4 * 10, 4, 3, 10
+    mamba = 32 * (3 * values + 2 * states + heads) + kernel * (values + 2 * states) + 2 * values * state
+    attention, experts = 32 * 4 * 64, 2 * 32 * (3 * 24 + 20)
+    linear, quadratic = arch.multiply_adds()
+    assert (linear, quadratic) == (mamba + attention + 2 * experts + 32 * 41, 2 * 4 * 16 / 2)
+    shape = ModelShape.of(FAMILIES["NemotronHForCausalLM"], arch)
+    routers, norms = 2 * (32 + 1) * 6, 4 * 32 + values + 3 * heads  # with correction biases and numbers of heads
+    assert shape.token_macs == linear + routers + norms
+    assert (shape.num_attention_layers, shape.num_recurrent_layers, shape.has_dense_layers) == (1, 1, False)
+
+
+def test_tensor_parallelism_divides_the_groups_of_mamba_2(fields):
+    known = fields("nemotron_h_moe")
+    read(known | dict(n_groups=4)).check_layout(ParallelDims(tp=4))
+    with pytest.raises(ValueError, match=r"^parallel.tp=4 does not divide n_groups=2 of this model; use 1, 2.$"):
+        read(known | dict(n_groups=2)).check_layout(ParallelDims(tp=4))
 
 
 def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(fields):

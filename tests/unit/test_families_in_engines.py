@@ -51,6 +51,12 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
         ("qwen3_5", dict(full_attention_interval=2), "has a rotary embedding other than rope_theta and partial"),
         ("qwen3_5_biased", dict(full_attention_interval=2), "has a rotary embedding .*, proj_bias, qkv_bias, which"),
         ("qwen3_next", dict(full_attention_interval=2, mlp_only_layers=[0]), "layers without experts, which SGLang"),
+        ("nemotron_h", {}, 'names for the values of layers_block_type; write "attention" in place of "full_attention"'),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba"]),
+            "has n_groups other than 8 without an equal field mamba_n_groups",
+        ),
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
@@ -101,6 +107,15 @@ ALIKE = [
 def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
     config = HFConfig("config.json", fields(name))
     family_of(config).check_engine(config, read(fields(name)))
+
+
+def test_nemotron_h_has_an_engine_with_the_fields_that_sglang_reads(fields):
+    known = fields("nemotron_h") | dict(layers_block_type=["mamba", "mlp", "attention", "mamba"], mamba_n_groups=4)
+    config = HFConfig("config.json", known)
+    family_of(config).check_engine(config, read(known))
+    config = HFConfig("config.json", {name: value for name, value in known.items() if name != "n_groups"})
+    with pytest.raises(ValueError, match='SGLang requires fields that transformers omits; add "n_groups": 8'):
+        family_of(config).check_engine(config, read(config.fields))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])

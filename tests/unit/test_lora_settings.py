@@ -38,7 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
     names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
-    names += ("gpt_oss", "glm_moe_dsa")
+    names += ("gpt_oss", "glm_moe_dsa", "nemotron_h_moe")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -84,6 +84,7 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
         ("qwen3_5", {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"}),
         ("qwen3_next", {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "gate_proj",
                         "up_proj", "down_proj"}),
+        ("nemotron_h_moe", {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj", "down_proj"}),
     ],
 )  # fmt: skip
 def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name, expected):
@@ -96,6 +97,7 @@ def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name
     for of_a, of_b in zip(mappings[::2], mappings[1::2], strict=True):
         (name_a, a), (name_b, b) = (m.hf_shapes(arch.sizes | {"lora_rank": 2}).popitem() for m in (of_a, of_b))
         weight = name_a.removeprefix("base_model.model.").replace("lora_A.", "")
+        weight = weight.replace("model.", "backbone.") if name == "nemotron_h_moe" else weight
         assert name_b == name_a.replace("lora_A", "lora_B") and (b[0], a[1]) == shapes[weight] and a[0] == b[1] == 2
 
 
@@ -163,6 +165,18 @@ def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(mode
         check_lora(replace(LORA, targets=["q_proj", "v_proj"]), family, arch)
     check_lora(replace(LORA, targets=["q_proj", "v_proj", "out_proj"]), family, arch)
     check_lora(LORA, *read(models["qwen3_next"]))
+
+
+def test_the_input_projection_of_mamba_2_has_no_adapter(models):
+    family, arch = read(models["nemotron_h_moe"])
+    with pytest.raises(
+        ValueError, match=r"NemotronHForCausalLM: in_proj cannot have adapters, .* from out_proj, q_proj"
+    ):
+        check_lora(LORA, family, arch)
+    targets = ["q_proj", "v_proj", "out_proj"]
+    with pytest.raises(ValueError, match="layer 1 has none of these matrices; add one of up_proj, down_proj"):
+        check_lora(replace(LORA, targets=targets), family, arch)
+    check_lora(replace(LORA, targets=[*targets, "up_proj"]), family, arch)
 
 
 def test_every_layer_needs_an_adapter(models):

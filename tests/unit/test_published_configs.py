@@ -4,10 +4,11 @@ from math import prod
 
 import pytest
 from published_dense_configs import (
-    ANY,
     GEMMA3_1B,
     LLAMA31_8B,
     MISTRAL_7B_V03,
+    NEMOTRON_H_8B,
+    NEMOTRON_NANO_9B_V2,
     OLMO2_7B,
     OLMO3_7B,
     PHI4,
@@ -17,6 +18,7 @@ from published_dense_configs import (
     QWEN35_27B,
     SEED_OSS_36B,
     SMOLLM2_135M,
+    published,
 )
 from published_moe_configs import (
     DEEPSEEK_V3,
@@ -25,6 +27,7 @@ from published_moe_configs import (
     KIMI_K2,
     MINIMAX_M2,
     MIXTRAL_8X7B,
+    NEMOTRON_3_NANO_30B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B,
 )
@@ -33,10 +36,20 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 
-@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27)], ids=["80B", "27B"])
-def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    [
+        (QWEN3_NEXT_80B, 80),
+        (QWEN35_27B, 27),
+        (NEMOTRON_H_8B, 8.1),
+        (NEMOTRON_NANO_9B_V2, 8.9),
+        (NEMOTRON_3_NANO_30B, 31.6),
+    ],
+    ids=["80B", "27B", "8B", "9B", "30B"],
+)
+def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
     """The authors state rounded numbers. The configs have no value that SGLang is known to compute differently."""
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     family, arch = family_of(config), family_of(config).read(config)
     family.check_engine(config, arch)
     parameters = sum(prod(shape) for shape in family.hf_shapes(arch).values())
@@ -85,14 +98,18 @@ def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     family = family_of(config)
     assert sum(prod(shape) for shape in family.hf_shapes(family.read(config)).values()) == parameters
 
 
-@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0)], ids=["A3B", "A37B"])
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (NEMOTRON_3_NANO_30B, 3.6)],
+    ids=["A3B", "A37B", "A3.6B"],
+)
 def test_a_token_costs_the_published_number_of_active_parameters(fields, billions):
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     per_token, _ = family_of(config).read(config).multiply_adds()
     embedding = fields["vocab_size"] * fields["hidden_size"]
     assert (per_token + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
