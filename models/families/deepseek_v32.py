@@ -13,7 +13,7 @@ uses 1e-6. The published configs of GLM-5 have 1e-5.
 from dataclasses import replace
 from typing import Any
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping
 from models.families import deepseek_v3
 from models.families.decoder_blocks import DENSE_MLP, EMBEDDINGS, SIGMOID_ROUTED_MOE
@@ -52,7 +52,8 @@ def translate_deepseek(config: HFConfig) -> Architecture:
 
 def translate_glm(config: HFConfig) -> Architecture:
     """Translate a GLM-5 config. Raises ValueError if a value is not supported."""
-    config.expect(indexer_rope_interleave=True)
+    config.expect(indexer_rope_interleave=True, moe_router_dtype=(None, "float32"))
+    config.read_fields.add("index_share_for_mtp_iteration")  # only matters for MTP layers
     return _translate(config, _indexer_types(config), interleaved=True)
 
 
@@ -125,19 +126,24 @@ _DEFAULTS = DEEPSEEK_V3.defaults | dict(
     index_n_heads=64,
     indexer_rope_interleave=False,
 )
-DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
+DEEPSEEK_V32 = Family(
     architecture="DeepseekV32ForCausalLM",
     translate=translate_deepseek,
     table=TABLE,
+    engine_fusions=DEEPSEEK_V3.engine_fusions,
     defaults=_DEFAULTS,
+    engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
+    engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and its sparse attention computes in it
     engine_needs_gpu=True,  # because of the kernels of sparse attention
-    engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and the keys and values of sparse attention
+    has_mtp_layers=True,
 )
-GLM_MOE_DSA = replace(
-    DEEPSEEK_V32,
+GLM_MOE_DSA = Family(
     architecture="GlmMoeDsaForCausalLM",
     translate=translate_glm,
+    table=TABLE,
+    # On a GPU, SGLang fuses two matrices of an indexer whose RoPE rotates neighbors.
+    engine_fusions=DEEPSEEK_V3.engine_fusions
+    | {"indexer.wk_weights_proj.weight": ("indexer.wk.weight", "indexer.weights_proj.weight")},
     defaults=_DEFAULTS
     | dict(
         rms_norm_eps=1e-5,
@@ -149,10 +155,11 @@ GLM_MOE_DSA = replace(
         index_topk_pattern=None,
         index_topk_freq=1,
         index_skip_topk_offset=2,
+        moe_router_dtype=None,
     ),
-    # On a GPU, SGLang fuses two matrices of an indexer whose RoPE rotates neighbors.
-    engine_fusions=DEEPSEEK_V3.engine_fusions
-    | {"indexer.wk_weights_proj.weight": ("indexer.wk.weight", "indexer.weights_proj.weight")},
     # Without the first field, SGLang would rotate other pairs of components in the indexer.
-    engine_required_fields=("indexer_rope_interleave", *DEEPSEEK_V3.engine_required_fields),
+    engine_required_fields=("indexer_rope_interleave", "moe_layer_freq", "scoring_func", "topk_method"),
+    engine_dtype="bfloat16",
+    engine_needs_gpu=True,
+    has_mtp_layers=True,
 )

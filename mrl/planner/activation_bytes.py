@@ -323,10 +323,9 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
-    scores = (shape.num_experts + 1) * STATISTIC_BYTES if shape.sigmoid_router else 0
-    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES + shape.num_experts * bool(
-        shape.router_groups
-    )
+    masked = shape.router_groups > 0  # the scores of experts outside the chosen groups are masked
+    scores = (shape.num_experts * (STATISTIC_BYTES + masked) + STATISTIC_BYTES) if shape.sigmoid_router else 0
+    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
     return {"routing": batch.rows * (chosen + order + scores + groups)}
 
 

@@ -33,7 +33,7 @@ KINDS = {
     "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
-    "sparse": ("deepseek_v32", {}),
+    "sparse": ("deepseek_v32", dict(initializer_range=0.15)),
     "shared_sparse": ("glm_moe_dsa", {}),  # layers 1 and 3 use the keys of layers 0 and 2
 }
 

@@ -109,7 +109,7 @@ def layer_bytes_of(
     ]
     one, two = run_ranks(dims.single_process(), saved_by_torch, configs, dims, overrides)[0]
     shape = shape_of(configs[1])
-    batch = MicroBatchShape.of(dims, sum(LENGTHS), 4, kernels=CPU_KERNELS)
+    batch = MicroBatchShape.of(dims, sum(LENGTHS), 4, kernels=CPU_KERNELS, longest=max(LENGTHS))
     return two - one, virtual_stage_bytes(shape, batch, shape.kinds[:1], Recompute.of(overrides))
 
 

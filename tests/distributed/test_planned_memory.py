@@ -69,6 +69,12 @@ def layouts(name: str) -> list[tuple[ParallelDims, dict]]:
     found = [(axes_of, {}) for axes_of in axes if axes_of.get("tp", 1) <= heads] + (
         [] if "first_k_dense_replace" in FAMILIES[name][1] else UNEVEN
     )
+    if (
+        "index_topk_freq" in FAMILIES[name][1]
+    ):  # no stage may begin with one of the layers 1 and 3, which have no indexer
+        found = [
+            (axes_of, overrides) for axes_of, overrides in found if axes_of.get("pp", 1) * axes_of.get("vpp", 1) <= 2
+        ]
     return [(ParallelDims(**axes_of), overrides) for axes_of, overrides in found]
 
 

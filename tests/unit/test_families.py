@@ -186,6 +186,7 @@ def test_no_ignored_field_is_read_by_a_family():
             "indexer_rope_interleave=False is not supported; expected True",
         ),
         ("glm_moe_dsa", dict(indexer_types=["shared", "full"]), "and full for the first layer"),
+        ("glm_moe_dsa", dict(moe_router_dtype="bfloat16"), "moe_router_dtype='bfloat16' is not supported"),
         ("glm_moe_dsa", dict(indexer_types=["full"]), "expected full or shared for each of the 2 layers"),
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
         ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),

@@ -22,7 +22,9 @@ from published_dense_configs import (
 )
 from published_moe_configs import (
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM45_AIR,
+    GLM_5,
     GPT_OSS_20B,
     KIMI_K2,
     MINIMAX_M2,
@@ -77,6 +79,8 @@ def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
         (MIXTRAL_8X7B, 46_702_792_704),
         (GLM45_AIR, 106_852_251_264),  # multi-token prediction has 3_616_573_568 more parameters
         (DEEPSEEK_V3, 671_026_419_200),
+        (DEEPSEEK_V32, 671_026_419_200 + 61 * 13_959_424),  # the latter are the weights of an indexer
+        (GLM_5, 743_911_218_432),
     ],
     ids=[
         *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"),
@@ -94,6 +98,8 @@ def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
             "Mixtral-8x7B",
             "GLM-4.5-Air",
             "DeepSeek-V3",
+            "DeepSeek-V3.2",
+            "GLM-5",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sparse attention in whole models: frozen indexers, keys that several layers share, and the dense case."""
+"""Sparse attention in whole models: frozen indexers, keys that several layers read, and sequences without a choice."""
 
 import numpy as np
 import pytest
