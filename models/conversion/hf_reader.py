@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -329,11 +330,19 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 def weights_fingerprint(folder: str | Path) -> str:
     """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
 
-    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read.
+    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read, and files that
+    have not changed since an earlier call in this process are not read again.
     """
-    folder, digest = Path(folder), xxhash.xxh3_128()
-    for path in _weight_files(folder, _read_index(folder)):
-        size = path.stat().st_size
+    folder = Path(folder)
+    stats = [(path, path.stat()) for path in _weight_files(folder, _read_index(folder))]
+    return _hash_samples(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
+
+
+@lru_cache(maxsize=1)
+def _hash_samples(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return a hash of samples from these files. `files`: (path, number of bytes, time of the last change) of each file."""
+    digest = xxhash.xxh3_128()
+    for path, size, _ in files:
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for sample in range(_NUM_SAMPLES):
