@@ -454,6 +454,11 @@ class Family:
             if all(any(name.endswith(f".{part}") for name in names) for part in parts)
         }
 
+    @property
+    def engine_float32_tensors(self) -> tuple[str, ...]:
+        """Suffixes of the Hugging Face tensors whose SGLang parameters have a suffix of `engine_float32`."""
+        return tuple(part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,)))
+
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
         """Whether the Hugging Face tensor `name` belongs to an MTP layer, trained or not."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)

@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,11 @@ import xxhash
 
 from models.architecture import SCORE_BIAS
 from models.conversion.expert_stacks import (
+    BLOCK,
     DEQUANTIZED_DTYPE,
+    NAN_SCALE,
     PACKED_DTYPE,
+    SCALES_SUFFIX,
     StackPart,
     dequantize_mxfp4,
     mxfp4_names,
@@ -200,12 +204,17 @@ class HFWeights:
 
         A tensor in MXFP4 is dequantized to bfloat16.
         """
+        tensors = self._parts(name)
+        return dequantize_mxfp4(*tensors) if len(tensors) > 1 else tensors[0]
+
+    def _parts(self, name: str) -> list[Tensor]:
+        """Return [the tensor], or, for a tensor in MXFP4, [its blocks, its scales]."""
         part, stored = self._stored(name)
         tensors = [self._mapped(each) for each in stored]
         if part is None:
-            return tensors[0]
+            return tensors
         parts = [tensor[part.index] for tensor in tensors]
-        return dequantize_mxfp4(*parts) if len(parts) > 1 else part.oriented(parts[0])
+        return parts if len(parts) > 1 else [part.oriented(parts[0])]
 
     def _mapped(self, name: str) -> Tensor:
         import torch  # only processes that read tensors import it
@@ -222,16 +231,41 @@ class HFWeights:
         return raw.view(dtype).view(entry.shape)
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice."""
-        part = self[name]
-        shape = tuple(part.shape)
+        """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice.
+
+        Of a tensor in MXFP4, only the blocks that contain values of the slice are dequantized.
+        """
+        parts = self._parts(name)
+        packed = len(parts) > 1
+        shape = (parts[1].size(0), parts[1].size(1) * BLOCK) if packed else tuple(parts[0].shape)
         fits = len(starts) == len(sizes) == len(shape) and all(
             start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
         )
         assert fits, f"{name} has shape {shape}: no slice of shape {tuple(sizes)} begins at {tuple(starts)}"
+        if packed:
+            (row, column), (rows, columns) = starts, sizes
+            first, end = column // BLOCK, -(-(column + columns) // BLOCK)
+            values = dequantize_mxfp4(*(part[row : row + rows, first:end] for part in parts))
+            return values.narrow(1, column - first * BLOCK, columns).clone()
+        part = parts[0]
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part.clone()
+
+    def check_scales(self, name: str) -> None:
+        """Raise ValueError if the tensor `name`, which has scales of MXFP4 blocks, has a scale that is NaN."""
+        entry, path = self._entries[name], self._file_of[name]
+        found = self._map(path).find(bytes([NAN_SCALE]), entry.start, entry.start + entry.nbytes)
+        if found < 0:
+            return
+        offset, position = found - entry.start, []
+        for size in reversed(entry.shape):
+            offset, index = divmod(offset, size)
+            position.insert(0, index)
+        raise ValueError(
+            f"{path}: {name}{position} is {NAN_SCALE}, which stands for NaN in MXFP4 (OCP Microscaling Formats, version 1.0); "
+            f"expected a scale below {NAN_SCALE}. Download the file again."
+        )
 
     def release(self, name: str) -> None:
         """Free the memory of the tensor's pages. The next use reads them from disk again."""
@@ -296,11 +330,19 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 def weights_fingerprint(folder: str | Path) -> str:
     """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
 
-    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read.
+    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read, and files that
+    have not changed since an earlier call in this process are not read again.
     """
-    folder, digest = Path(folder), xxhash.xxh3_128()
-    for path in _weight_files(folder, _read_index(folder)):
-        size = path.stat().st_size
+    folder = Path(folder)
+    stats = [(path, path.stat()) for path in _weight_files(folder, _read_index(folder))]
+    return _hash_samples(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
+
+
+@lru_cache(maxsize=1)
+def _hash_samples(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return a hash of samples from these files. `files`: (path, number of bytes, time of the last change) of each file."""
+    digest = xxhash.xxh3_128()
+    for path, size, _ in files:
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for sample in range(_NUM_SAMPLES):
@@ -368,7 +410,8 @@ class CopiedTensors:
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """Raise ValueError if the tensors in `weights` are not exactly the tensors of a model with this config.
 
-    If mrl wrote the folder, all its files are read and compared with their hashes.
+    In MXFP4, all scales are read, and none may be NaN. If mrl wrote the folder, all its files are read and compared with their
+    hashes.
     """
     family = family_of(config)
     arch = family.read(config)
@@ -400,6 +443,9 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
             f"{weights.folder}: config.json and weights disagree in {len(problems)} tensors: {shown}. "
             "Use the config that belongs to the weights, or download the folder again."
         )
+    for name in sorted(packed):
+        if name.endswith(SCALES_SUFFIX):
+            weights.check_scales(name)
     check_folder(weights.folder)
 
 

@@ -203,7 +203,7 @@ def _plan_engine(proposal: Proposal) -> None:
         )
     else:
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
-        plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.mentions(names[0]))
+        plan.unsupported_parts = tuple(p for p, names in deciding.items() if not all(map(source.mentions, names)))
         rows = [row for _, group in plan.row_groups for row in group if row.part not in plan.unsupported_parts]
         plan.fusions = source.fusions({name for row in rows for name in row.hf})
     cls = AutoModelForCausalLM._model_mapping[config_class(proposal.config_fields)]

@@ -10,7 +10,7 @@ from typing import Any
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
 from mrl.planner.model_shape import ModelShape, ParameterShape
 from mrl.planner.trainer_state_bytes import BIAS_BYTES
-from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineParallelSizes
+from mrl.weight_sync.engine_layout import ITEM_BYTES, VOCAB_PADDING, EngineParallelSizes
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
@@ -158,6 +158,8 @@ def adapter_slot_bytes(
 
 def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> int:
     """Return the bytes of `numel` elements of a parameter. In FP8, a matrix has a float32 scale for each block."""
+    if p.float32_in_engine:
+        return numel * ITEM_BYTES["float32"]
     if not (fp8 and is_quantized(p.name)):
         return numel * itemsize
     return numel + -(-numel // BLOCK**2) * SCALE_BYTES

@@ -202,6 +202,7 @@ class ParameterShape:
     present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
     whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
     is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
+    float32_in_engine: bool = False  # whether SGLang stores the parameter in float32 whatever the dtype of the engine
 
     @property
     def numel(self) -> int:
@@ -306,7 +307,9 @@ class ModelShape:
             shared_gate=t.get("moe_shared_expert_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
-            parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
+            parameters=_parameter_shapes(
+                [row for row in rows if not row.is_buffer], arch, family.engine_float32_tensors
+            ),
             dropout=hidden_dropout > 0,
             untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
             frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
@@ -483,8 +486,12 @@ def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
 
 
-def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
-    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_flat_buffer_position))
+def _parameter_shapes(
+    rows: Sequence[ParamMapping], arch: Architecture, float32: tuple[str, ...] = ()
+) -> tuple[ParameterShape, ...]:
+    """Return the shapes in the order of Megatron's flat buffers. `float32`: see Family.engine_float32_tensors."""
+    shapes = (replace(_parameter_shape(row, arch), float32_in_engine=row.hf[0].endswith(float32)) for row in rows)
+    return tuple(sorted(shapes, key=_flat_buffer_position))
 
 
 def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:

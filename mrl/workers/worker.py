@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from models.architecture import ModelSpec
+from models.megatron_overrides import check_transformer_engine
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.core.code_locations import quick_imports
@@ -130,7 +131,11 @@ class TrainWorker:
     def setup(
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
-        """Join the process group and build this rank's part of the model, which has the output head `head`."""
+        """Join the process group and build this rank's part of the model, which has the output head `head`.
+
+        Raises ValueError if an override of `spec` needs a library that this rank cannot use.
+        """
+        check_transformer_engine(spec.overrides)
         with quick_imports():  # of Megatron, after __init__ has called patch_megatron_for_cpu
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
             from parallel import collectives, groups
