@@ -15,6 +15,12 @@ from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
 from models.conversion.mtp_mapping import TWO_HIDDEN, MtpNames
 from models.hf_config import HFConfig
+from models.multiply_adds import (
+    attention_multiply_adds,
+    indexer_multiply_adds,
+    latent_attention_multiply_adds,
+    recurrent_multiply_adds,
+)
 from parallel.dims import ParallelDims
 from parallel.rope import LongRope, Rope, YarnRope
 from parallel.trainer_config import LoraConfig, OptimConfig
@@ -219,7 +225,7 @@ class Architecture:
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
-            _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
+            latent_attention_multiply_adds(t) if self.has_latent_attention else attention_multiply_adds(t)
         )
         matrices = 3 if t["gated_linear_unit"] else 2  # of an MLP
         expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (
@@ -231,7 +237,7 @@ class Architecture:
             dense=matrices * width * t["ffn_hidden_size"],
             moe=matrices * width * expert_width,
         )
-        of_indexer, of_index_pair = _indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
+        of_indexer, of_index_pair = indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
             linear += sum(of_block[block] for block in self.blocks(layer)) + of_indexer * self.has_indexer(layer)
@@ -243,54 +249,6 @@ class Architecture:
         mtp_layer = projections + of_block["moe" if self.num_experts else "dense"] + 2 * width**2 + head
         linear += head + self.mtp_layers * mtp_layer
         return linear, ((num_full + self.mtp_layers) * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
-
-
-def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
-    d, heads = t["kv_channels"], t["num_attention_heads"]
-    gates = heads * t.get("attention_output_gate", False)
-    return t["hidden_size"] * (2 * (heads + t["num_query_groups"]) + gates) * d, 2 * heads * d
-
-
-def recurrent_multiply_adds(t: dict[str, Any]) -> float:
-    """Return the multiply-adds of a recurrent layer per token: matrices, convolution and recurrence.
-
-    The state of each head of Mamba-2 or each value head of a gated delta net is a matrix [components of a key, components of a
-    value]. For each token, Mamba-2 uses all elements of this matrix twice: it updates the state, and reads the output. A gated
-    delta net also computes the value that the state predicts.
-    """
-    width, values = t["hidden_size"], recurrent_value_width(t)
-    if "mamba_num_heads" in t:
-        keys = t["mamba_num_groups"] * t["mamba_state_dim"]
-        matrices = width * (3 * values + 2 * keys + t["mamba_num_heads"])
-        return matrices + (values + 2 * keys) * t["linear_conv_kernel_dim"] + 2 * values * t["mamba_state_dim"]
-    keys = t["linear_num_key_heads"] * t["linear_key_head_dim"]
-    matrices = width * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
-    convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
-    return matrices + convolution + 3 * values * t["linear_key_head_dim"]
-
-
-def recurrent_value_width(t: dict[str, Any]) -> int:
-    """Return the number of elements of the values of all heads of a recurrent layer."""
-    if "mamba_num_heads" in t:
-        return t["mamba_num_heads"] * t["mamba_head_dim"]
-    return t["linear_num_value_heads"] * t["linear_value_head_dim"]
-
-
-def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the two numbers of `_attention_multiply_adds` for latent attention."""
-    # `shared`: size of the part of the key that all heads share; `key`, `value`: sizes of the key and the value of one head
-    width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
-    key = t["qk_head_dim"] + shared
-    queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
-    keys = width * (t["kv_lora_rank"] + shared) + t["kv_lora_rank"] * heads * (t["qk_head_dim"] + value)
-    return queries + keys + heads * value * width, heads * (key + value)
-
-
-def _indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the two numbers of `_attention_multiply_adds` for the indexer of a layer with sparse attention."""
-    heads, channels = t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"]
-    return t["q_lora_rank"] * heads * channels + t["hidden_size"] * (channels + heads), heads * (channels + 1)
 
 
 def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:

@@ -8,7 +8,7 @@ of one number per token.
 from dataclasses import replace
 from typing import Any
 
-from models.architecture import Architecture, Family, recurrent_value_width
+from models.architecture import Architecture, Family
 from models.conversion.mapping import GatedMLPMapping, GatedQKVMapping, HeadGroupsMapping, ParamMapping
 from models.conversion.mtp_mapping import PREFIXED_LAYER
 from models.families.decoder_blocks import (
@@ -26,6 +26,7 @@ from models.families.decoder_blocks import (
     read_decoder,
 )
 from models.hf_config import HFConfig
+from models.multiply_adds import recurrent_value_width
 from parallel.rope import Rope
 
 _KINDS = ("linear_attention", "full_attention")

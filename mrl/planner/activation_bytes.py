@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
-from mrl.planner.model_shape import FLOAT32_BYTES, LayerKind, ModelShape, ParameterShape, RecurrentShape, TowerShape
+from mrl.planner.model_shape import LayerKind, ModelShape, RecurrentShape, TowerShape
+from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape
 from parallel.trainer_config import INDEX_PRODUCTS
 
 INDEX_BYTES = 8  # bytes of one int64 index

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
-from mrl.planner.model_shape import ModelShape, ParameterShape
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.parameter_shape import ParameterShape
 from mrl.planner.trainer_state_bytes import BIAS_BYTES
 from mrl.weight_sync.engine_layout import ITEM_BYTES, VOCAB_PADDING, EngineParallelSizes
 

@@ -10,68 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any, Literal, NamedTuple
 
 from models.architecture import VISION_PREFIX, Architecture, Block, Family
 from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
-from models.conversion.mapping import ParamMapping, VocabMapping
+from models.conversion.mapping import ParamMapping
+from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape, parameter_shape, parameter_shapes
 from parallel.trainer_config import LoraConfig
 
-ParameterLocation = Literal["first", "layer", "expert", "last"]
-"""Location of a parameter in the model.
-
-first: in the embedding, or in a vision tower that is trained. layer: once in each layer. expert: once in each expert of each
-layer. last: in the final norm or the output layer.
-"""
 HeadKind = Literal["vocabulary", "value"]
 """Output for each token: logits of the vocabulary, or one value (critic)."""
-
-FLOAT32_BYTES = 4
-MODULE_ORDER = (
-    "input_layernorm.",
-    "self_attention.conv_weight",
-    "self_attention.conv_bias",
-    "self_attention.dt_bias",
-    "self_attention.A_log",
-    "self_attention.D",
-    "self_attention.norm_weight",
-    "self_attention.core_attention.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_in.weight",
-    "self_attention.linear_in.layer_norm_weight",
-    "self_attention.linear_in.lora.",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_qkv.lora.",
-    "self_attention.linear_q_proj.",
-    "self_attention.linear_q_down_proj.",
-    "self_attention.linear_q_up_proj.",
-    "self_attention.linear_kv_down_proj.",
-    "self_attention.linear_kv_up_proj.",
-    "self_attention.q_layernorm.",
-    "self_attention.kv_layernorm.",
-    "self_attention.k_layernorm.",
-    "self_attention.q_projection_norm.",
-    "self_attention.k_projection_norm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.lora.",
-    "mlp.linear_fc2.",
-    "post_self_attn_layernorm.",
-    "post_mlp_layernorm.",
-)
-"""Order of a layer's parameters in Megatron's flat buffers.
-
-The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
-contains.
-"""
 
 
 class LayerKind(NamedTuple):
@@ -137,7 +85,7 @@ class IndexerShape:
         t = arch.transformer
         sizes = (t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"], t["dsa_indexer_topk"])
         matrices, norm = (
-            sum(_parameter_shape(row, arch).numel for row in rows if row.is_buffer == is_norm)
+            sum(parameter_shape(row, arch).numel for row in rows if row.is_buffer == is_norm)
             for is_norm in (False, True)
         )
         return cls(arch.indexer_layers, *sizes, matrices, norm)
@@ -186,36 +134,6 @@ class TowerShape:
             values=sizes["channels"] * sizes["frames"] * sizes["patch"] ** 2,
             trained=trained,
         )
-
-
-@dataclass(frozen=True)
-class ParameterShape:
-    """Shape of one parameter of a layer, an expert, the embedding, the final norm or the output layer.
-
-    It may also be the shape of an untrained tensor: a buffer of a torch module, such as the correction bias of a router.
-    """
-
-    name: str  # Megatron's name, without the prefix of its layer
-    location: ParameterLocation
-    shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
-    is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
-    present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
-    whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
-    is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
-    float32_in_engine: bool = False  # whether SGLang stores the parameter in float32 whatever the dtype of the engine
-
-    @property
-    def numel(self) -> int:
-        """Number of elements without tensor parallelism."""
-        return prod(self.shape)
-
-    def shard_numel(self, ranks: int) -> int:
-        """Return the number of elements on one of `ranks` tensor-parallel ranks."""
-        if not self.is_sharded:
-            return self.numel
-        if self.is_vocabulary:
-            return -(-self.shape[0] // ranks) * prod(self.shape[1:])
-        return self.numel // ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,12 +225,12 @@ class ModelShape:
             shared_gate=t.get("moe_shared_expert_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
-            parameters=_parameter_shapes(
+            parameters=parameter_shapes(
                 [row for row in rows if not row.is_buffer], arch, family.engine_float32_tensors
             ),
             dropout=hidden_dropout > 0,
-            untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
-            frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
+            untrained_tensors=parameter_shapes([row for row in rows if row.is_buffer], arch),
+            frozen_weights=0 if train_vision else sum(parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
             indexer=IndexerShape.of(arch, of_indexer),
             mtp_layers=arch.mtp_layers,
@@ -324,7 +242,7 @@ class ModelShape:
         rows = [row for row in family.rows(arch) if can_have_adapter(row, lora.experts)]
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
-        parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
+        parameters = parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
         without_weights = dict(untrained_tensors=(), frozen_weights=0, indexer=None, vocab=0)
         return replace(cls.of(family, arch), parameters=parameters, **without_weights)
 
@@ -484,33 +402,3 @@ def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
         return RecurrentShape(groups, heads, key_dim, value_dim, t["linear_conv_kernel_dim"], is_mamba=True)
     fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
-
-
-def _parameter_shapes(
-    rows: Sequence[ParamMapping], arch: Architecture, float32: tuple[str, ...] = ()
-) -> tuple[ParameterShape, ...]:
-    """Return the shapes in the order of Megatron's flat buffers. `float32`: see Family.engine_float32_tensors."""
-    shapes = (replace(_parameter_shape(row, arch), float32_in_engine=row.hf[0].endswith(float32)) for row in rows)
-    return tuple(sorted(shapes, key=_flat_buffer_position))
-
-
-def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
-    """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
-    if p.location not in ("layer", "expert"):
-        return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
-    return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))
-
-
-def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
-    shapes = list(row.hf_shapes(arch.sizes).values())
-    name = row.megatron.removeprefix("decoder.layers.{layer}.")
-    location: ParameterLocation = "expert" if "{expert}" in name else "layer"
-    if "{layer}" not in row.megatron:
-        location = "first" if name.startswith(("embedding.", VISION_PREFIX)) else "last"
-    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
-    fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    kind = row.present_in.removesuffix("_layers")
-    present_in = kind if row.present_in.endswith("_layers") else "always"
-    return ParameterShape(
-        *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
-    )

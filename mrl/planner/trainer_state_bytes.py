@@ -21,7 +21,8 @@ from math import lcm
 from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
-from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape, ParameterShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
+from mrl.planner.parameter_shape import ParameterShape
 from parallel.dims import ParallelDims
 
 PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements

@@ -457,7 +457,7 @@ def _recorded_steps(file: Path) -> Iterator[int]:
     A block contains chunks of records. A chunk begins with a checksum (4 bytes), its length (2) and its kind (1). wandb writes
     only whole blocks until the run ends, so the last record of the file may be incomplete.
     """
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[missing-module-attribute]
 
     data, record, position = file.read_bytes(), b"", _CHUNK_HEADER_BYTES  # the header of the file has the same length
     while position + _CHUNK_HEADER_BYTES <= len(data):

@@ -131,9 +131,9 @@ class TrainWorker:
     def setup(
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
-        """Join the process group and build this rank's part of the model, which has the output head `head`.
+        """Join the process group and build this rank's part of the model, with the output `head`.
 
-        Raises ValueError if an override of `spec` needs a library that this rank cannot use.
+        Raises ValueError if an override needs a library that this rank cannot use.
         """
         check_transformer_engine(spec.overrides)
         with quick_imports():  # of Megatron, after __init__ has called patch_megatron_for_cpu
