@@ -34,6 +34,24 @@ logger = logging.getLogger(__name__)
 _SINK_CHANNELS = 2  # channels that `append_sinks` adds
 
 
+def sharded_along_dim_0(
+    module: torch.nn.Module, tp_group: ProcessGroup, prefix: str, sharded_offsets: tuple, metadata: Any
+) -> dict[str, Any]:
+    """Return the parameters of `module` as Megatron's checkpoints need them: sharded along dim 0 over the ranks of `tp_group`.
+
+    The other arguments are those of Megatron's `sharded_state_dict`.
+    """
+    state = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        state,
+        prefix,
+        dict.fromkeys(state, 0),
+        sharded_offsets,
+        tp_group=tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+
+
 @dataclass(frozen=True)
 class SoftmaxSettings:
     """How attention turns products of queries and keys into weights."""
@@ -89,14 +107,7 @@ class PackedAttention(torch.nn.Module):
         """Return the sinks, if there are any, as Megatron's checkpoints need them: sharded along dim 0."""
         if self.softmax_offset is None:
             return {}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_along_dim_0(self, self.tp_group, prefix, sharded_offsets, metadata)
 
     def forward(
         self,

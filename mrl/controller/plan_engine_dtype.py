@@ -107,11 +107,13 @@ def check_engine_device(config: Config, family: Family, key: str = "model.path",
 def check_engine_dtype(
     config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
 ) -> None:
-    """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
+    """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
 
-    `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is refused only where engines
-    would start on GPUs, and not when a run on another machine is planned.
+    `key`: the key of `dtype`. `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is
+    refused only where engines would start on GPUs, and not when a run on another machine is planned.
     """
+    if chosen := config.sglang.get("dtype"):
+        dtype, key = chosen, "sglang.dtype"
     family_of(hf).check_engine_dtype(hf, dtype)
     device = config.sglang.get("device") or default_device()
     if dtype == "float32" and not deterministic and device == "cuda":

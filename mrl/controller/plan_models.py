@@ -98,11 +98,17 @@ def plan_models(
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
-    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
-    for name, role in roles_of(config).items():
-        if not role.is_served and (role.column in needs or name in teachers):
+    for name, role in needed_roles(config, needs).items():
+        if not role.is_served:
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
+
+
+def needed_roles(config: Config, needs: frozenset[str]) -> dict[str, RoleConfig]:
+    """Return name -> role of the models of the key `roles` that the run starts. `needs`: columns that the algorithm needs."""
+    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
+    roles = roles_of(config).items()
+    return {name: role for name, role in roles if role.is_served or role.column in needs or name in teachers}
 
 
 def without_unread_adapters(config: Config, continues: bool) -> Config:

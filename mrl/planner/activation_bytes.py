@@ -6,6 +6,10 @@ inputs over tensor-parallel ranks. Section 5 describes recomputation. This modul
 trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So
 the paper's term 5 a s^2 b does not occur.
 
+In FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input: outputs of norms,
+activations of MLPs, and tokens of experts. Megatron (0.19) lets the projection of the attention output and the first matrix of
+shared experts save the input itself, because the attention and the router save the same tensor.
+
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
 one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
 """
@@ -13,7 +17,7 @@ one rank holds between the tensor-parallel matrices, for example in norms: r = s
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
@@ -110,7 +114,9 @@ def attention_bytes(
     """Return the bytes that the attention of a layer saves. They include the norm before the attention."""
     e = batch.itemsize
     saved = _norms_bytes("attention", shape, batch)
-    saved["attention's input"] = batch.rows * shape.hidden * e
+    saved["attention's input"] = batch.input_bytes(batch.rows * shape.hidden)
+    if shape.has_latent_attention and batch.fp8:  # two matrices have copies of it
+        saved["attention's input"] *= 2
     if shape.has_latent_attention and "layernorm" in recomputed:
         del saved["attention's input"]
     saved |= (_latent_attention if shape.has_latent_attention else _grouped_attention)(shape, batch, recomputed)
@@ -250,13 +256,15 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
     """Return the bytes that multi-head latent attention saves: compressed vectors and their up-projections."""
     e, s, r = batch.itemsize, batch.tokens, batch.rows
     heads = shape.num_heads // batch.tp
+    # The recomputation needs the compressed vectors themselves.
+    input_bytes = replace(batch, fp8="").input_bytes if "mla_up_proj" in recomputed else batch.input_bytes
     saved: BytesByTensor = {}
     if shape.q_lora:
         saved |= norm_bytes("compressed queries", shape.q_lora, r, batch)
-        saved["normalized compressed queries"] = r * shape.q_lora * e
+        saved["normalized compressed queries"] = input_bytes(r * shape.q_lora)
     saved |= norm_bytes("compressed keys", shape.kv_lora, r, batch)
     saved["rotary keys of all heads"] = r * shape.rotary_dim * e
-    saved["normalized compressed keys"] = r * shape.kv_lora * e
+    saved["normalized compressed keys"] = input_bytes(r * shape.kv_lora)
     if "mla_up_proj" in recomputed:
         return saved
     keys = batch.key_rows
@@ -274,7 +282,7 @@ def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[s
         after = norm_bytes("post-mlp", shape.hidden, batch.rows, batch) if shape.post_norms else {}
         return {"mlp's input": batch.rows * shape.hidden * batch.itemsize} | after
     saved = _norms_bytes("mlp", shape, batch)
-    saved["mlp matrix's input"] = batch.rows * shape.hidden * batch.itemsize
+    saved["mlp matrix's input"] = batch.input_bytes(batch.rows * shape.hidden)
     return saved | _intermediate_bytes("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
@@ -290,7 +298,8 @@ def _intermediate_bytes(
     # tensors are saved: the clamped gate and its sigmoid. Without gates, the output of ReLU is saved in place of the projection.
     is_fused = batch.kernels.fused_mlp and shape.fused_activation
     unfused = 0 if is_fused else scaled + (2 + 2 * shape.clamped_gates) * shape.gated
-    return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
+    activation = batch.input_bytes(rows * width) + rows * width * batch.itemsize * unfused
+    return projected | {f"{name} activation": activation}
 
 
 def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
@@ -307,7 +316,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
         del saved["mlp norm's output"]
     saved |= _routing_bytes(shape, batch)
     received = batch.expert_rows(shape.topk)
-    saved["tokens of experts"] = received * (shape.hidden * e + STATISTIC_BYTES)
+    saved["tokens of experts"] = batch.input_bytes(received * shape.hidden) + received * STATISTIC_BYTES
     saved |= _intermediate_bytes("experts", shape, received, shape.moe_ffn // batch.etp, batch, scaled=True)
     if "moe_act" in recomputed:
         del saved["experts activation"]

@@ -8,6 +8,10 @@ from typing import Any
 
 from parallel.dims import ParallelDims
 
+SCALED_NUMBERS = (
+    32  # FP8 numbers with one byte of scales: one byte for 32 numbers in mxfp8, four bytes for 128 in blockwise
+)
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -70,6 +74,7 @@ class MicroBatchShape:
     images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
     kernels: Kernels = GPU_KERNELS
     longest: int = 0  # tokens of the longest sequence; 0: one sequence may have all tokens of the pack
+    fp8: str = ""  # recipe with which inputs of matrices are saved in FP8; "": they are saved like other activations
 
     @classmethod
     def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
@@ -111,6 +116,12 @@ class MicroBatchShape:
         """Largest number of tokens of a sequence, over all context-parallel ranks."""
         whole = self.tokens * self.cp
         return min(self.longest or whole, whole)
+
+    def input_bytes(self, numel: int) -> int:
+        """Return the bytes of the saved input of a matrix. `numel`: number of elements of an input that only the matrix saves."""
+        if not self.fp8:
+            return numel * self.itemsize
+        return numel + (0 if self.fp8 == "tensorwise" else -(-numel // SCALED_NUMBERS))
 
     def expert_rows(self, topk: int) -> int:
         """Return the number of rows that reach the rank's experts if the router chooses `topk` experts for each token."""

@@ -129,6 +129,10 @@ class TrainerMemory:
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
     """Return the memory of all pipeline stages. The layout `dims` must be one that Architecture.check_layout accepts."""
     batch = _micro_batch(dims, settings, settings.max_tokens, settings.keys_per_token)
+    if (
+        settings.trains_weights
+    ):  # a matrix that is not trained saves no input, and adapters save theirs in settings.itemsize
+        batch = replace(batch, fp8=settings.fp8)
     forward_batch = _micro_batch(
         dims,
         settings,

@@ -283,6 +283,14 @@ def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
         plan_tools.plan_engine_check(config)
 
 
+def test_mrl_certify_engine_refuses_the_dtype_of_an_engine_that_cannot_compute_in_it(tmp_path, monkeypatch):
+    on_gpus = ["sglang.device=cuda", "sglang.dtype=float32", "certify.dtype=bfloat16", "rollout.deterministic=false"]
+    config = config_of("Qwen3-4B", tmp_path, *on_gpus)
+    monkeypatch.setattr(plan_tools, "plan_parity", partial(plan_model, path=config.model.path, weights=False))
+    with pytest.raises(ValueError, match=r"sglang\.dtype=float32: on GPUs"):
+        plan_tools.plan_engine_check(config)
+
+
 def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
     config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
     shape = MemoryEstimator.of(config).shapes["actor"]
