@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
-from models.conversion.mtp_mapping import TWO_HIDDEN, MtpNames
+from models.conversion.mtp_mapping import MTP_PREFIX, TWO_HIDDEN, MtpNames
 from models.hf_config import HFConfig
 from models.multiply_adds import (
     attention_multiply_adds,
@@ -310,7 +310,7 @@ class Family:
         if config.train_mtp:
             arch = replace(
                 arch,
-                mtp_layers=self.count_mtp_layers(config),
+                mtp_layers=self.count_mtp_layers(config, "model.train_mtp=true"),
                 sizes=arch.sizes | {TWO_HIDDEN: 2 * arch.sizes["hidden"]},
             )
         if not config.is_reward_model:
@@ -318,22 +318,25 @@ class Family:
         config.check_one_output()
         return replace(arch, is_reward_model=True, sizes=arch.sizes | {"one": 1})
 
-    def count_mtp_layers(self, config: HFConfig) -> int:
-        """Return the number of MTP layers of the model. Raises ValueError if they cannot be trained."""
+    def count_mtp_layers(self, config: HFConfig, key: str) -> int:
+        """Return the number of MTP layers of the model. Raises ValueError, which names `key`, if mrl cannot use them."""
         if self.mtp is None:
-            raise ValueError(
-                f"model.train_mtp=true: mrl does not know the MTP layers of {self.architecture}; leave the key false."
-            )
+            raise ValueError(f"{key}: mrl does not know MTP layers of {self.architecture}; leave the key out.")
         found = [config.fields[name] for name in self.mtp.count_fields if config.fields.get(name) is not None]
         count = found[0] if found else self.mtp.default_count
         limit = self.mtp.max_count
         if not isinstance(count, int) or count < 1 or (limit is not None and count > limit):
             expected = f"1 to {limit}" if limit else "1 or more"
             raise ValueError(
-                f"model.train_mtp=true: {config.path} says that the model has {count!r} MTP layers "
-                f"({' or '.join(self.mtp.count_fields)}); expected {expected}. Leave the key false."
+                f"{key}: {config.path} says that the model has {count!r} MTP layers "
+                f"({' or '.join(self.mtp.count_fields)}); expected {expected}. Leave the key out."
             )
         return count
+
+    def mtp_names(self, config: HFConfig) -> list[str]:
+        """Return the Hugging Face names of the tensors of the MTP layers, without copies."""
+        arch = self.read(replace(config, train_mtp=True))
+        return [name for row in self.param_mappings(arch) if row.megatron.startswith(MTP_PREFIX) for name in row.hf]
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""

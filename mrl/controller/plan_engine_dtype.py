@@ -100,7 +100,7 @@ def check_engine_device(config: Config, family: Family, key: str = "model.path",
 
     `key`: names the model. `advice`: what the user can do.
     """
-    if family.engine_needs_gpu and _engines_use_cpus(config):
+    if family.engine_needs_gpu and engines_use_cpus(config):
         raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
 
 
@@ -123,7 +123,7 @@ def check_engine_dtype(
         )
 
 
-def _engines_use_cpus(config: Config) -> bool:
+def engines_use_cpus(config: Config) -> bool:
     """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
     cluster = config.cluster
     if config.sglang.get("device") == "cpu":

@@ -36,12 +36,13 @@ from mrl.controller.plan_engine_dtype import (
     engine_dtype,
     is_fp8,
 )
-from mrl.controller.plan_mtp import check_mtp_settings
+from mrl.controller.plan_mtp import check_mtp_settings, check_speculation
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
 from mrl.planner.trainer_state_bytes import layers_of_stages, pipeline_stages
+from mrl.rollout.engines.server_args import speculates
 from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
@@ -369,6 +370,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     if is_fp8(config):
         layout = layout.with_block_scales()
         check_fp8_engines(config, actor.arch, layout, actor.dims)
+    layout = layout.with_draft() if speculates(config.sglang) else layout
     layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
     return layout
 
@@ -407,6 +409,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
         advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
         check_engine_device(config, family, advice=advice)
         check_engine_dtype(config, actor.hf, engine_dtype(config), config.rollout.deterministic)
+    check_speculation(config, actor.hf)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     if config.weight_sync.transport != Transport.disk:
