@@ -64,6 +64,7 @@ FIELDS_SET_BY_MRL = frozenset(
         "linear_num_key_heads",
         "linear_num_value_heads",
         "moe_shared_expert_gate",
+        "no_rope_freq",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""
