@@ -62,7 +62,9 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    interleaved_rope: bool = False  # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    interleaved_rope: bool = (
+        False  # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    )
     query_scaling: QueryScaling | None = None  # factors of the queries; None: 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model

@@ -1,8 +1,8 @@
 """Variants of Megatron's self-attention, of its layer, and of its experts.
 
 The variants have norms of whole projections, norms after each block, another rotary embedding, scaled queries, or experts with
-biases. In the shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of key/value heads on
-this rank, and d is the number of channels per head.
+biases. In the shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of
+key/value heads on this rank, and d is the number of channels per head.
 """
 
 from collections.abc import Callable
@@ -91,8 +91,8 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 class VariantSelfAttention(SelfAttention):
     """Megatron's self-attention with further options: norms of whole projections, another rotary embedding, and scaled queries.
 
-    `interleaved`: number of components of a head whose pairs (2i, 2i + 1) the rotary embedding rotates. Megatron rotates the pairs
-    (i, i + interleaved / 2), so these components are reordered in queries and keys. Their products do not depend on the order.
+    `interleaved`: number of components of a head in which the rotary embedding rotates the pairs (2i, 2i + 1). Megatron rotates the
+    pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not depend on the order.
     """
 
     def __init__(

@@ -80,7 +80,9 @@ class FamilyPlan:
     # whether a config may name layers without full attention, which `translate` must refuse by check_full_attention
     must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
-    architecture_fields: list[str] = field(default_factory=list)  # fields of Architecture that read_decoder does not set
+    architecture_fields: list[str] = field(
+        default_factory=list
+    )  # fields of Architecture that read_decoder does not set
     fixed_fields: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
     fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)

@@ -299,7 +299,9 @@ def _match_fused_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
         for activation in ACTIVATIONS:
             error = difference(gated_mlp(call.x, *fused.chunk(2), down, activation), call.y)
             if error <= LIMIT:
-                return Match("mlp", dict(zip(("gate_up", "down"), names, strict=True)), dict(activation=activation), error)
+                return Match(
+                    "mlp", dict(zip(("gate_up", "down"), names, strict=True)), dict(activation=activation), error
+                )
     return None
 
 

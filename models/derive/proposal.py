@@ -171,14 +171,14 @@ def _rope_arguments(proposal: Proposal) -> list[str]:
     if is_told_by_no_rope_layers(structure, fields):
         arguments.append("**read_layers_without_rope(config)")
     is_partial = any(m.options["rotated"] not in (0, m.options["head_dim"]) for m in matches)  # 0: a layer without RoPE
-    others = _other_rope_fields(proposal, has_scaling=any(option.scaling is not None for option in options))
+    others = other_rope_fields(proposal, has_scaling=any(option.scaling is not None for option in options))
     if is_partial or others:
         further = ["partial=True"] * is_partial + [f"without={others!r}".replace("'", '"')] * bool(others)
         arguments.append(f"rope=config.rope({', '.join(['head_dim', *further])})")
     return arguments
 
 
-def _other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
+def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
     """Return the numbers in `rope_parameters` that are no field of mrl's rotary embedding of this kind.
 
     If another value changes the logits, and the field is not one of the factors of the queries, it is a problem.
@@ -193,7 +193,9 @@ def _other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]
     for name, value in others.items():
         changed = proposal.tiny | dict(rope_parameters=parameters | {name: 2 * value})
         if not TinyModel(changed).logits.equal(logits) and not (has_scaling and name == "llama_4_scaling_beta"):
-            proposal.problems.append(f"rope_parameters: {name}={value!r} changes the logits, and no known operator uses it")
+            proposal.problems.append(
+                f"rope_parameters: {name}={value!r} changes the logits, and no known operator uses it"
+            )
     return tuple(sorted(others))
 
 

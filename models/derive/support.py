@@ -28,11 +28,15 @@ def _rotations(structure: Structure, fields: dict) -> list[str]:
     options = [match.options["attention"] for match in structure.matches("attention")]
     lines = []
     if len({o.rope for o in options} - {"none"}) > 1:
-        lines.append("attention: RoPE rotates interleaved pairs (2i, 2i + 1) in some layers and pairs (i, i + D/2) in others")
+        lines.append(
+            "attention: RoPE rotates interleaved pairs (2i, 2i + 1) in some layers and pairs (i, i + D/2) in others"
+        )
     if len({o.scaling for o in options}) > 1:
         lines.append("attention: only some layers scale the queries by their positions")
     if any(o.rope == "none" for o in options) and not is_told_by_no_rope_layers(structure, fields):
-        lines.append("attention: a layer has no rotary embedding, and no field no_rope_layers says which layers have one")
+        lines.append(
+            "attention: a layer has no rotary embedding, and no field no_rope_layers says which layers have one"
+        )
     return lines
 
 

@@ -183,7 +183,10 @@ def _tiny_layer_lists(found: dict[str, Any], count: int) -> dict[str, Any]:
     lists = {
         name: values
         for name, values in found.items()
-        if isinstance(values, list) and len(values) == count and not name.endswith("token_id") and name not in _NOT_ARGUMENTS
+        if isinstance(values, list)
+        and len(values) == count
+        and not name.endswith("token_id")
+        and name not in _NOT_ARGUMENTS
     }
     kinds: dict[str, int] = {}  # values of all fields in one layer -> first layer that has them
     for layer, values in enumerate(zip(*lists.values(), strict=True)):

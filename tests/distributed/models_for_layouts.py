@@ -31,6 +31,9 @@ KINDS = {
     "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
+    "glm_dense": ("glm4", {}),
+    "ministral": ("ministral3", {}),
+    "smollm": ("smollm3", {}),
 }
 
 

@@ -6,7 +6,9 @@ import pytest
 from published_dense_configs import (
     ANY,
     GEMMA3_1B,
+    GLM4_9B,
     LLAMA31_8B,
+    MINISTRAL3_8B,
     MISTRAL_7B_V03,
     OLMO2_7B,
     OLMO3_7B,
@@ -17,6 +19,7 @@ from published_dense_configs import (
     QWEN35_27B,
     SEED_OSS_36B,
     SMOLLM2_135M,
+    SMOLLM3_3B,
 )
 from published_moe_configs import (
     DEEPSEEK_V3,
@@ -64,6 +67,9 @@ def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
         (MIXTRAL_8X7B, 46_702_792_704),
         (GLM45_AIR, 106_852_251_264),  # multi-token prediction has 3_616_573_568 more parameters
         (DEEPSEEK_V3, 671_026_419_200),
+        (GLM4_9B, 9_400_279_040),
+        (MINISTRAL3_8B, 8_489_553_920),  # the vision tower and its projector have 0.4 billion more
+        (SMOLLM3_3B, 3_075_098_624),
     ],
     ids=[
         *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"),
@@ -82,6 +88,7 @@ def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
             "GLM-4.5-Air",
             "DeepSeek-V3",
         ),
+        *("GLM-4-9B-0414", "Ministral-3-8B", "SmolLM3-3B"),
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
