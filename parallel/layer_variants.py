@@ -91,8 +91,8 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 class VariantSelfAttention(SelfAttention):
     """Megatron's self-attention with further options: norms of whole projections, another rotary embedding, and scaled queries.
 
-    `interleaved`: number of components of a head in which the rotary embedding rotates the pairs (2i, 2i + 1). Megatron rotates the
-    pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not depend on the order.
+    `interleaved`: number of components of a head in which the rotary embedding rotates the pairs (2i, 2i + 1). Megatron rotates
+    the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not depend on the order.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ GRADIENT_LIMIT = 2e-5
 ROUND_OFF = 1e-6
 """Limit of the elements of a gradient that is zero except for round-off, divided by the largest element of all gradients.
 
-Without a rotary embedding, for example, a bias of the keys adds the same number to all scores of a query, so its gradient is zero.
+Without a rotary embedding, for example, a bias of the keys adds the same number to all scores of a query and has no gradient.
 """
 LENGTHS = (37, 20)  # numbers of tokens of the two sequences in one pack
 

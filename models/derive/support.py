@@ -41,7 +41,7 @@ def _rotations(structure: Structure, fields: dict) -> list[str]:
 
 
 def is_told_by_no_rope_layers(structure: Structure, fields: dict) -> bool:
-    """Whether the config has a field `no_rope_layers` with a 1 for each layer that has a rotary embedding, and 0 for the others."""
+    """Whether the config has a field `no_rope_layers` with a 1 for each layer with a rotary embedding, and 0 for the others."""
     said = getattr(build_config(fields), "no_rope_layers", None)
     found = [match.options["attention"].rope != "none" for match in structure.matches("attention")]
     return isinstance(said, list) and [bool(has_rope) for has_rope in said] == found

@@ -179,7 +179,7 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
 
 
 def _tiny_layer_lists(found: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the fields that have one value for each of `count` layers, such as `layer_types`, for the layers of the tiny model."""
+    """Return the fields that have one value for each of `count` layers, such as `layer_types`, for the tiny model."""
     lists = {
         name: values
         for name, values in found.items()
