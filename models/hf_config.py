@@ -174,8 +174,8 @@ class HFConfig:
     def rope(self, head_dim: int, *, partial: bool = False, without: tuple[str, ...] = ()) -> Rope:
         """Return the rotary embedding for heads of size `head_dim`. The config may be from any version of transformers.
 
-        With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated. `without`: names of
-        fields of `rope_parameters` that do not describe the rotary embedding.
+        With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated. `without`: names
+        of fields of `rope_parameters` that do not describe the rotation.
         """
         parameters = {name: value for name, value in self.rope_parameters().items() if name not in without}
         if parameters.get("rope_theta") is None:

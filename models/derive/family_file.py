@@ -27,6 +27,7 @@ _BLOCKS = (
         "SIGMOID_ROUTED_MOE",
         "SIGMOID_ROUTED_MOE_DEFAULTS",
         "POST_NORMS",
+        "PROJECTION_NORMS",
         "check_full_attention",
     ),
     *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),

@@ -124,7 +124,9 @@ class _AttentionProbe:
                     if error <= LIMIT:
                         rotated = cos_sin[0].shape[-1] if cos_sin is not None else 0
                         found = dict(attention=options, rotated=rotated, head_dim=self.size)
-                        slots = self.slots | _bias_slots(self.tensors, self.slots) | norms
+                        kind = "projection_norm" if options.norm == "whole" else "norm"
+                        slots = self.slots | _bias_slots(self.tensors, self.slots)
+                        slots |= {slot.replace("norm", kind): name for slot, name in norms.items()}
                         return Match("attention", slots | ({"sinks": sinks} if sinks else {}), found, error)
         return None
 

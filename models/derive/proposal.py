@@ -136,6 +136,10 @@ def _plan_table(proposal: Proposal) -> None:
     if qk_norms.field:
         conditions["qk_norms"] = qk_norms
     plan.parts = {part: condition.code() for part, condition in conditions.items()}
+    if conditions.get("projection_norms", Condition(always=True)).always is not True:
+        proposal.problems.append(
+            "attention: norms of queries and keys over all heads together, but not in all variants"
+        )
     if "shared_experts" in conditions:
         plan.parts["shared_experts"] = 'config["n_shared_experts"]'
     plan.row_groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)

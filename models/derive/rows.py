@@ -89,6 +89,7 @@ def _embeddings(top: dict[str, str]) -> Rows:
 
 def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool) -> list[tuple[str, Rows]]:
     qkv, proj = f"{_ATTENTION}.linear_qkv", f"{_ATTENTION}.linear_proj"
+    norms: Rows
     rows: Rows = (
         ParamMapping(f"{qkv}.layer_norm_weight", (norm,), (_HIDDEN,)),
         QKVMapping(
@@ -111,8 +112,14 @@ def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool)
                 (ParamMapping(f"{proj}.bias", (slots["o_bias"],), (_HIDDEN,), part="proj_bias"),),
             )
         )
+    if "q_projection_norm" in slots:
+        norms = tuple(
+            ParamMapping(f"{_ATTENTION}.{s}_projection_norm.weight", (slots[f"{s}_projection_norm"],), ((size,),), 0)
+            for s, size in (("q", "q"), ("k", "kv"))
+        )
+        groups.append(_named("PROJECTION_NORMS", norms))
     if "q_norm" in slots:
-        norms: Rows = tuple(
+        norms = tuple(
             ParamMapping(f"{_ATTENTION}.{s}_layernorm.weight", (slots[f"{s}_norm"],), (("head_dim",),)) for s in "qk"
         )
         code, _ = _named("QK_NORMS", norms)

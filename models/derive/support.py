@@ -56,10 +56,9 @@ def _attention(match: Match, fields: dict) -> list[str]:
     if options.scale is not None:
         factor = f"{options.scale:.6g}{fields_with(fields, options.scale)}"
         lines.append(f"attention: the factor of the scores is {factor}, not 1/sqrt(head size)")
-    if options.norm in ("after", "whole"):
-        where = "after the rotary embedding" if options.norm == "after" else "over all heads together"
+    if options.norm == "after":
         lines.append(
-            f"attention: norms of queries and keys {where}; a derived family has a norm per head before the rotary embedding"
+            "attention: norms of queries and keys after the rotary embedding; a derived family has them before it"
         )
     if options.plus_one:
         lines.append("attention: norms of queries and keys multiply by 1 + weight")

@@ -28,6 +28,7 @@ PARTS = {
     "qkv_bias": ("attention", "q_bias"),
     "proj_bias": ("attention", "o_bias"),
     "qk_norms": ("attention", "q_norm"),
+    "projection_norms": ("attention", "q_projection_norm"),
     "q_lora": ("latent_attention", "q_a"),
     "full_rank_q": ("latent_attention", "q"),
     "mlp_bias": ("mlp", "gate_bias"),

@@ -58,7 +58,7 @@ def test_the_probe_of_norms_finds_epsilon_and_the_offset_of_the_weight(plus_one,
     assert match_norm(weight, Call(x, torch.nn.functional.layer_norm(x, [H], weight)), {}) is None
 
 
-def attention_call(options: AttentionOptions, sinks: bool = False, norms: bool = False):
+def attention_call(options: AttentionOptions, sinks: bool = False, norms: str = ""):
     """Return (tensors, call, rotary) of an attention block. Its matrices have names that say nothing."""
     tensors = {
         "w.weight": random(G * D, H),
@@ -67,15 +67,22 @@ def attention_call(options: AttentionOptions, sinks: bool = False, norms: bool =
         "z.weight": random(G * D, H) - 0.1,
         "x.bias": random(H),
     }
-    tensors |= {"n.weight": random(D) + 1, "m.weight": random(D) - 1} if norms else {}
+    sizes = (G, A) if norms == "whole" else (1, 1)
+    tensors |= {f"{n}.weight": random(size * D) + 1 for n, size in zip("nm", sizes, strict=True)} if norms else {}
+    tensors |= {"m.weight": -tensors["m.weight"]} if norms else {}
     tensors |= {"s": random(A)} if sinks else {}
     x = random(T, H)
     angles = torch.outer(torch.arange(T).float(), torch.tensor([1.0, 0.3]))
     cos_sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     q = (x @ tensors["y.weight"].T).unflatten(-1, (A, D))
     k, v = ((x @ tensors[name].T).unflatten(-1, (G, D)) for name in ("w.weight", "z.weight"))
-    if norms:
+    if norms == "before":
         q, k = rms_norm(q, tensors["m.weight"], 1e-6), rms_norm(k, tensors["n.weight"], 1e-6)
+    if norms == "whole":
+        q, k = (
+            rms_norm(s.flatten(1), tensors[f"{n}.weight"], 1e-6).unflatten(1, (-1, D))
+            for n, s in zip("mn", (q, k), strict=True)
+        )
     q, k = rotate(q, *cos_sin, options.rope), rotate(k, *cos_sin, options.rope)
     if options.scaling is not None:
         q = q * options.scaling.factors(torch.arange(T))[:, None, None]
@@ -106,11 +113,12 @@ def test_the_probe_of_attention_finds_the_tensors_and_the_variant(options, extra
     assert found.slots == dict(q="y.weight", k="w.weight", v="z.weight", o="x.weight", o_bias="x.bias")
 
 
-def test_the_probe_of_attention_finds_norms_of_queries_and_keys():
-    tensors, call, rotary = attention_call(AttentionOptions(), norms=True)
+@pytest.mark.parametrize(("norms", "slot"), [("before", "norm"), ("whole", "projection_norm")])
+def test_the_probe_of_attention_finds_norms_of_queries_and_keys(norms, slot):
+    tensors, call, rotary = attention_call(AttentionOptions(), norms=norms)
     found = match_attention(tensors, call, {}, A, rotary)
-    assert found is not None and found.options["attention"].norm == "before"
-    assert (found.slots["q_norm"], found.slots["k_norm"]) == ("m.weight", "n.weight")
+    assert found is not None and found.options["attention"].norm == norms
+    assert (found.slots[f"q_{slot}"], found.slots[f"k_{slot}"]) == ("m.weight", "n.weight")
 
 
 def test_the_probe_of_attention_finds_sinks():
