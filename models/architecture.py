@@ -22,7 +22,7 @@ from models.multiply_adds import (
     recurrent_multiply_adds,
 )
 from parallel.dims import ParallelDims
-from parallel.rope import LongRope, Rope, YarnRope
+from parallel.rope import LongRope, QueryScaling, Rope, YarnRope
 from parallel.trainer_config import LoraConfig, OptimConfig
 
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
@@ -76,6 +76,9 @@ class Architecture:
     # [layers] whether the layer has an indexer. A layer without one reads the keys that the last indexer has chosen.
     # Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
+    # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    interleaved_rope: bool = False
+    query_scaling: QueryScaling | None = None  # factors of the queries; None: 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
     # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts

@@ -172,12 +172,13 @@ class HFConfig:
             raise ValueError(f"{self.path}: architectures={names!r}; expected a list of one name.")
         return names[0]
 
-    def rope(self, head_dim: int, *, partial: bool = False) -> Rope:
+    def rope(self, head_dim: int, *, partial: bool = False, without: tuple[str, ...] = ()) -> Rope:
         """Return the rotary embedding for heads of size `head_dim`. The config may be from any version of transformers.
 
-        With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
+        With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated. `without`: names
+        of fields of `rope_parameters` that do not describe the rotation.
         """
-        parameters = dict(self._rope_parameters())
+        parameters = {name: value for name, value in self.rope_parameters().items() if name not in without}
         if parameters.get("rope_theta") is None:
             parameters["rope_theta"] = self["rope_theta"]
         fraction = parameters.pop("partial_rotary_factor", None)
@@ -238,7 +239,7 @@ class HFConfig:
                 f"max_position_embeddings / {name} = {longest / original}."
             )
 
-    def _rope_parameters(self) -> dict[str, Any]:
+    def rope_parameters(self) -> dict[str, Any]:
         """Read `rope_parameters`, or `rope_scaling` of transformers 4. Raises ValueError if both are set and differ."""
         self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
         sources = [parameters for name in ("rope_parameters", "rope_scaling") if (parameters := self.fields.get(name))]

@@ -72,6 +72,7 @@ FIELDS_SET_BY_MRL = frozenset(
         "dsa_indexer_head_dim",
         "dsa_indexer_topk",
         "dsa_indexer_rope_interleaved",
+        "no_rope_freq",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

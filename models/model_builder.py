@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -200,16 +200,18 @@ def _attention(
     config: TransformerConfig,
     provider: BackendSpecProvider,
     packed_attention: bool,
-    parts: frozenset[str],
+    arch: Architecture,
     rotary: RotaryEmbedding | None = None,
 ) -> ModuleSpec:
     """Return the spec of grouped-query attention. `rotary`: rotary embedding of these layers (None: that of the model)."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
-    variant = dict(projection_norms="projection_norms" in parts, rotary=rotary)
-    is_variant = variant["projection_norms"] or rotary is not None
+    parts = arch.parts
+    options: dict[str, Any] = dict(projection_norms="projection_norms" in parts, rotary=rotary)
+    options |= dict(interleaved=arch.rotary_dim * arch.interleaved_rope, query_scaling=arch.query_scaling)
+    variant = {name: value for name, value in options.items() if value}
     return ModuleSpec(
-        module=VariantSelfAttention if is_variant else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal} | (variant if is_variant else {}),
+        module=VariantSelfAttention if variant else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal} | variant,
         submodules=SelfAttentionSubmodules(
             linear_qkv=_first_linear(provider, parts),
             core_attention=PackedAttention if packed_attention else provider.core_attention(),
@@ -302,7 +304,7 @@ def _full_attention(config: TransformerConfig, packed_attention: bool, arch: Arc
     provider = spec_provider()
     if arch.has_latent_attention:
         return _latent_attention(provider, arch)
-    return _attention(config, provider, packed_attention, arch.parts)
+    return _attention(config, provider, packed_attention, arch)
 
 
 def _mtp_layer_specs(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> list[ModuleSpec]:
@@ -320,7 +322,7 @@ def _block_spec(
     attention = local_attention = _full_attention(config, packed_attention, arch)
     if arch.local_rope is not None:
         rotary = _rotary_embedding(arch.local_rope, packed_attention)
-        local_attention = _attention(config, provider, packed_attention, arch.parts, rotary)
+        local_attention = _attention(config, provider, packed_attention, arch, rotary)
     attention_of = [local_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
     if arch.has_recurrent_layers:
         recurrent = _recurrence(config, provider, arch)

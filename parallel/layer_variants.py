@@ -1,8 +1,8 @@
 """Variants of Megatron's self-attention, of its layer, and of its experts.
 
-The variants have norms of whole projections, norms after each block, a second rotary embedding, or experts with biases. In the
-shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of key/value heads on
-this rank, and d is the number of channels per head.
+The variants have norms of whole projections, norms after each block, another rotary embedding, scaled queries, or experts with
+biases. In the shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of
+key/value heads on this rank, and d is the number of channels per head.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from torch.distributed import ProcessGroup
 
 from parallel import groups
 from parallel.attention import sharded_along_dim_0
+from parallel.packing import PackedSequences
+from parallel.rope import QueryScaling
 
 
 class ProjectionNorm(torch.nn.Module):
@@ -80,7 +82,11 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class VariantSelfAttention(SelfAttention):
-    """Megatron's self-attention with optional norms of whole projections, and an optional rotary embedding of its own."""
+    """Megatron's self-attention with further options: norms of whole projections, another rotary embedding, and scaled queries.
+
+    `interleaved`: number of components of a head in which the rotary embedding rotates the pairs (2i, 2i + 1). Megatron rotates
+    the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not depend on the order.
+    """
 
     def __init__(
         self,
@@ -89,10 +95,12 @@ class VariantSelfAttention(SelfAttention):
         *args,
         projection_norms: bool = False,
         rotary: RotaryEmbedding | None = None,  # None: the rotary embedding of the model; layers share the object
+        interleaved: int = 0,
+        query_scaling: QueryScaling | None = None,
         **kwargs,
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        self.rotary = rotary
+        self.rotary, self.interleaved, self.query_scaling = rotary, interleaved, query_scaling
         if projection_norms:
             group = self.pg_collection.tp
             self.q_projection_norm = ProjectionNorm(config, config.num_attention_heads, group)
@@ -104,6 +112,10 @@ class VariantSelfAttention(SelfAttention):
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         if self.has_projection_norms:
             query, key = self.q_projection_norm(query), self.k_projection_norm(key)
+        if self.interleaved:
+            query, key = (_even_components_first(states, self.interleaved) for states in (query, key))
+        if self.query_scaling is not None:
+            query = query * self.query_scaling.factors(self._positions).to(query.dtype)[:, None, None, None]
         return query, key, value
 
     def forward(
@@ -118,9 +130,19 @@ class VariantSelfAttention(SelfAttention):
         if self.rotary is not None:
             length = self.rotary.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
             rotary_pos_emb = self.rotary(length, packed_seq=True)
+        if self.query_scaling is not None:
+            assert isinstance(packed_seq_params, PackedSequences), (
+                f"expected PackedSequences, got {type(packed_seq_params)}"
+            )
+            self._positions = packed_seq_params.position_ids
         return super().forward(
             hidden_states, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs
         )
+
+
+def _even_components_first(heads: Tensor, count: int) -> Tensor:
+    """Reorder the first `count` components of heads [..., d]: first those with even indices, then those with odd indices."""
+    return torch.cat([heads[..., 0:count:2], heads[..., 1:count:2], heads[..., count:]], -1)
 
 
 class PostNormLayer(TransformerLayer):

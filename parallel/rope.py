@@ -201,6 +201,24 @@ class LongRope(Rope):
         return 1.0 / (torch.tensor(self.short_factor, dtype=positions_per_radian.dtype) * positions_per_radian)
 
 
+@dataclass(frozen=True)
+class QueryScaling:
+    """Factors of the queries that grow with the position: 1 + beta log(1 + floor(position / period)).
+
+    Llama 4 and Ministral 3 scale the queries in this way, so that attention stays sharp in long sequences. The first `period`
+    tokens of a sequence have the factor 1.
+    """
+
+    beta: float
+    period: int  # tokens
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Return the factor of each position [L], in float32. The operations are those of transformers."""
+        import torch  # imported only where tensors are made
+
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.period))
+
+
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """Return YaRN's amplitude for a context that is extended by `factor` (equation 22); `weight` multiplies the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -118,6 +118,8 @@ DEEPSEEK_ROPE = dict(
 # so many heads that the index scores of two keys are never both zero, where transformers would choose one in no fixed order
 INDEXER = dict(index_topk=7, index_n_heads=32, index_head_dim=128)  # SGLang needs 128
 
+MINISTRAL_ROPE = YARN_ROPE | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1, max_position_embeddings=64)
+
 # name -> (prefix of the class names in transformers, config fields in addition to SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(head_dim=16)),
@@ -208,6 +210,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss_plain": ("SeedOss", NO_TOKENS | dict(head_dim=16, attention_bias=False, mlp_bias=True)),
     "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
     "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
+    "glm4": ("Glm4", NO_TOKENS | dict(head_dim=16)),
+    "glm4_plain": ("Glm4", NO_TOKENS | dict(head_dim=16, attention_bias=False, tie_word_embeddings=True)),
+    "ministral3": ("Ministral3", NO_TOKENS | dict(head_dim=16, rope_parameters=MINISTRAL_ROPE)),
+    "smollm3": ("SmolLM3", NO_TOKENS | dict(no_rope_layer_interval=2, mlp_bias=True)),
+    "smollm3_biased": (  # without RoPE, the gradient of the biases of keys would be zero
+        "SmolLM3",
+        NO_TOKENS
+        | dict(no_rope_layer_interval=9, attention_bias=True, tie_word_embeddings=False, num_key_value_heads=4),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.derive.rows import Rows
+from models.derive.rows import Rows, format_call
 
 # block -> module from which a family file imports it; the blocks in _BLOCKS are in decoder_blocks
 _BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
@@ -26,11 +26,13 @@ _BLOCKS = (
         "QK_NORMS",
         "SIGMOID_ROUTED_MOE",
         "SIGMOID_ROUTED_MOE_DEFAULTS",
+        "POST_NORMS",
+        "PROJECTION_NORMS",
         "check_full_attention",
     ),
     *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
+    *("read_layers_without_rope", "read_query_scaling"),
 )
-_WIDTH = 120  # characters
 LATENT_FIELDS = """\
     unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     # transformers 5 writes these two fields as well.
@@ -79,6 +81,9 @@ class FamilyPlan:
     # whether a config may name layers without full attention, which `translate` must refuse by check_full_attention
     must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
+    architecture_fields: list[str] = field(
+        default_factory=list
+    )  # fields of Architecture that read_decoder does not set
     fixed_fields: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
     fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -119,14 +124,18 @@ class FamilyPlan:
         if self.must_check_full_attention:
             lines.append("    check_full_attention(config)")
         if self.fixed_fields:
-            lines.append(_call("    config.expect(", _keywords(self.fixed_fields), ")"))
+            lines.append(format_call("    config.expect(", _keywords(self.fixed_fields), ")"))
         if self.is_latent:
             lines.append(LATENT_FIELDS.rstrip())
         arguments = ["config", *self._parts(lines), *self.arguments]
         if any("num_layers" in argument for argument in arguments):
             lines.append('    num_layers = config["num_hidden_layers"]')
-        start = "    arch = read_decoder(" if self.is_latent else "    return read_decoder("
-        lines += [start, *(f"        {argument}," for argument in arguments), "    )"]
+        if any("(head_dim" in argument for argument in arguments):
+            lines.append('    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]')
+        start = "    arch = read_decoder(" if self.is_latent or self.architecture_fields else "    return read_decoder("
+        lines.append(format_call(start, arguments, ")"))
+        if self.architecture_fields:
+            lines.append(format_call("    return replace(arch, ", self.architecture_fields, ")"))
         return "\n".join([*lines, *([LATENT_SIZES.rstrip()] if self.is_latent else [])])
 
     def _parts(self, lines: list[str]) -> list[str]:
@@ -137,16 +146,17 @@ class FamilyPlan:
             return []
         if present == constant:
             return [f"parts=frozenset({constant!r})".replace("'", '"')]
-        lines.append(_call("    optional_parts = dict(", [f"{part}={self.parts[part]}" for part in present], ")"))
+        lines.append(format_call("    optional_parts = dict(", [f"{part}={self.parts[part]}" for part in present], ")"))
         return ["parts=frozenset(part for part, is_present in optional_parts.items() if is_present)"]
 
     def _family(self) -> str:
         table = "".join(f"        {code},\n" for code, _ in self.row_groups)
         fusions = "".join(f'        "{name}": {_tuple(parts)},\n' for name, parts in self.fusions.items())
+        fusions = f"{{\n{fusions}    }}" if fusions else "{}"
         lines = [f"{self.constant} = Family("]
         lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]
-        lines += [f"    table=(\n{table}    ),", f"    engine_fusions={{\n{fusions}    }},"]
-        lines.append(_call("    defaults=dict(", _keywords(self.defaults), "),"))
+        lines += [f"    table=(\n{table}    ),", f"    engine_fusions={fusions},"]
+        lines.append(format_call("    defaults=dict(", _keywords(self.defaults), "),"))
         if self.unsupported_parts:
             lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")
         if not self.engine_is_native:
@@ -167,12 +177,3 @@ def _tuple(names: tuple[str, ...]) -> str:
 
 def _keywords(values: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value!r}".replace("'", '"') for name, value in values.items()]
-
-
-def _call(start: str, arguments: list[str], end: str) -> str:
-    """Return a call in one line, or with one line for each argument if it has more than _WIDTH characters."""
-    line = f"{start}{', '.join(arguments)}{end}"
-    if len(line) <= _WIDTH:
-        return line
-    indent = " " * (len(start) - len(start.lstrip()))
-    return "\n".join([start, *(f"{indent}    {argument}," for argument in arguments), f"{indent}{end}"])

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.rope import QueryScaling
+
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -45,6 +47,7 @@ class AttentionOptions:
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
     window: int | None = None  # number of tokens to which a token attends, itself included
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    scaling: QueryScaling | None = None  # factors of the queries; None: 1
     norm: str = "none"  # norm of queries and keys: none, before (the rotary embedding), after, whole (over all heads)
     plus_one: bool = False  # whether these norms multiply by 1 + weight
 

@@ -27,6 +27,7 @@ from models.derive.formulas import (
     route,
 )
 from models.derive.tiny_model import Call
+from parallel.rope import QueryScaling
 
 LIMIT = 2e-5  # largest difference, divided by the largest output
 Rotary = list[tuple[Tensor, Tensor]]  # (cosines, sines), [T, rotated components] each
@@ -123,7 +124,9 @@ class _AttentionProbe:
                     if error <= LIMIT:
                         rotated = cos_sin[0].shape[-1] if cos_sin is not None else 0
                         found = dict(attention=options, rotated=rotated, head_dim=self.size)
-                        slots = self.slots | _bias_slots(self.tensors, self.slots) | norms
+                        kind = "projection_norm" if options.norm == "whole" else "norm"
+                        slots = self.slots | _bias_slots(self.tensors, self.slots)
+                        slots |= {slot.replace("norm", kind): name for slot, name in norms.items()}
                         return Match("attention", slots | ({"sinks": sinks} if sinks else {}), found, error)
         return None
 
@@ -134,15 +137,17 @@ class _AttentionProbe:
             scales.append(scalar**-0.5)
         if factor := self.fields.get("attention_multiplier"):
             scales.append(factor)
-        for plus_one, w, c, scale, order, rope in product(
+        scaling = query_scaling(self.fields)
+        for plus_one, w, c, scale, query, order, rope in product(
             (False,) if orders == ("none",) else (False, True),
             [None, window] if isinstance(window, int) else [None],
             [None, cap] if cap else [None],
             scales,
+            [None, scaling] if scaling else [None],
             orders,
             ("half", "interleaved", "none") if self.rotary else ("none",),
         ):
-            yield AttentionOptions(rope, scale, w, c, order, plus_one)
+            yield AttentionOptions(rope, scale, w, c, query, order, plus_one)
 
     def _norms_and_sinks(self) -> Iterator[tuple[dict[str, str], str | None]]:
         """Yield the ways to use the vectors that are not biases of the matrices: (slots of the two norms, name of the sinks)."""
@@ -177,6 +182,8 @@ class _AttentionProbe:
             states = normalize(states.unflatten(-1, (-1, self.size)), slot, "before")
             if slot != "v" and cos_sin is not None:
                 states = rotate(states, *cos_sin, options.rope)
+            if slot == "q" and options.scaling is not None:
+                states = states * options.scaling.factors(torch.arange(len(states)))[:, None, None]
             return normalize(states, slot, "after")
 
         bias = self.tensors[sinks] if sinks else None
@@ -184,6 +191,13 @@ class _AttentionProbe:
 
     def _linear(self, slot: str, x: Tensor) -> Tensor:
         return x @ self.tensors[self.slots[slot]].T + _bias(self.tensors, self.slots[slot])
+
+
+def query_scaling(fields: Mapping[str, Any]) -> QueryScaling | None:
+    """Return the factors of the queries that the rotary fields describe, or None if they describe none."""
+    parameters = fields.get("rope_parameters") or {}
+    beta, period = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
+    return QueryScaling(beta, period) if beta and period else None
 
 
 def match_latent_attention(
@@ -249,9 +263,14 @@ def _latent_attention(
 
 
 def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
-    """Find the activation and the slots of an MLP: gate, up and down of a gated MLP, or up and down of a plain MLP."""
+    """Find the activation and the slots of an MLP.
+
+    The slots are gate, up and down of a gated MLP, gate_up and down if gate and up are one matrix, or up and down of a plain MLP.
+    """
     hidden = call.x.shape[-1]
     matrices = _matrices(tensors)
+    if len(matrices) == 2 and (match := _match_fused_mlp(tensors, call)):
+        return match
     for names in permutations(matrices):
         if len(names) not in (2, 3):
             return None
@@ -270,6 +289,21 @@ def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
             error = difference(inner @ tensors[slots["down"]].T + _bias(tensors, slots["down"]), call.y)
             if error <= LIMIT:
                 return Match("mlp", slots | _bias_slots(tensors, slots), dict(activation=name), error)
+    return None
+
+
+def _match_fused_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
+    """Find gate_up [2 F, H] and down [H, F] of a gated MLP without biases. The rows of the gate come before those of up."""
+    for names in permutations(_matrices(tensors)) if len(tensors) == 2 else ():
+        fused, down = (tensors[name] for name in names)
+        if fused.shape != (2 * down.shape[1], call.x.shape[-1]) or down.shape[0] != call.x.shape[-1]:
+            continue
+        gate, up = fused.chunk(2)
+        for activation in ACTIVATIONS:
+            error = difference(gated_mlp(call.x, gate, up, down, activation), call.y)
+            if error <= LIMIT:
+                slots = dict(zip(("gate_up", "down"), names, strict=True))
+                return Match("mlp", slots, dict(activation=activation), error)
     return None
 
 

@@ -6,6 +6,7 @@ The experiments are called probes.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from models.derive.engine_source import EngineSource, read_engine_source
 from models.derive.family_file import LATENT_ARGUMENTS, FamilyPlan
 from models.derive.rows import merged_slots, table_groups
 from models.derive.structure import Structure
+from models.derive.support import is_told_by_no_rope_layers
 from models.derive.tiny_config import (
     EXPERT_COUNTS,
     SIZE_FIELDS,
@@ -26,6 +28,7 @@ from models.derive.tiny_config import (
     shrink,
     written_fields,
 )
+from models.derive.tiny_model import TinyModel
 from models.derive.variants import (
     PARTS,
     Condition,
@@ -38,6 +41,7 @@ from models.derive.variants import (
 from models.families import load_family
 from models.families.decoder_blocks import DEFAULTS, FULL_ATTENTION_DEFAULTS, SIGMOID_ROUTED_MOE_DEFAULTS
 from models.hf_config import IGNORED_FIELDS, HFConfig
+from parallel.rope import ROPE_TYPES
 
 _IGNORED = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 _SIGMOID_FIELDS = (
@@ -57,7 +61,6 @@ _EFFECTS = {
     False: "; another value changed neither the tensors nor the logits of the tiny model",
     None: "",
 }
-_HEAD_DIM = 'config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]'
 
 
 @dataclass
@@ -133,10 +136,16 @@ def _plan_table(proposal: Proposal) -> None:
     if qk_norms.field:
         conditions["qk_norms"] = qk_norms
     plan.parts = {part: condition.code() for part, condition in conditions.items()}
+    if conditions.get("projection_norms", Condition(always=True)).always is not True:
+        proposal.problems.append(
+            "attention: norms of queries and keys over all heads together, but not in all variants"
+        )
     if "shared_experts" in conditions:
         plan.parts["shared_experts"] = 'config["n_shared_experts"]'
     plan.row_groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)
-    plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(variants[0])
+    if "after_attention" in slots.get("norms", {}):
+        plan.parts["post_norms"] = "True"
+    plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(proposal)
     if "moe" in slots:
         plan.arguments += _moe_arguments(proposal)
     known = known_fields(proposal.tiny)
@@ -153,11 +162,47 @@ def _condition(part: str, proposal: Proposal) -> Condition:
     return condition
 
 
-def _rope_arguments(variant: Variant) -> list[str]:
-    matches = variant.structure.matches("attention")
-    if all(m.options["rotated"] in (0, m.options["head_dim"]) for m in matches):  # 0: a layer without RoPE
-        return []
-    return [f"rope=config.rope({_HEAD_DIM}, partial=True)"]
+def _rope_arguments(proposal: Proposal) -> list[str]:
+    """Return the arguments of read_decoder for the rotary embedding, and plan the fields of Architecture for it."""
+    structure, fields = proposal.variants[0].structure, proposal.tiny
+    matches = structure.matches("attention")
+    options = [match.options["attention"] for match in matches]
+    if any(option.rope == "interleaved" for option in options):
+        proposal.plan.architecture_fields.append("interleaved_rope=True")
+    if any(option.scaling is not None for option in options):
+        proposal.plan.architecture_fields.append("query_scaling=read_query_scaling(config)")
+    arguments = []
+    if is_told_by_no_rope_layers(structure, fields):
+        arguments.append("**read_layers_without_rope(config)")
+    is_partial = any(m.options["rotated"] not in (0, m.options["head_dim"]) for m in matches)  # 0: a layer without RoPE
+    others = other_rope_fields(proposal, has_scaling=any(option.scaling is not None for option in options))
+    if is_partial or others:
+        further = ["partial=True"] * is_partial + [f"without={others!r}".replace("'", '"')] * bool(others)
+        arguments.append(f"rope=config.rope({', '.join(['head_dim', *further])})")
+    return arguments
+
+
+def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
+    """Return the numbers in `rope_parameters` that are no field of mrl's rotary embedding of this kind.
+
+    If another value changes the logits, and the field is not one of the factors of the queries, it is a problem.
+    """
+    parameters = proposal.tiny.get("rope_parameters") or {}
+    kind = ROPE_TYPES.get(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind is None:
+        return ()
+    known = {"rope_type", "type", "partial_rotary_factor", *(f.name for f in dataclass_fields(kind))}
+    others = {name: value for name, value in parameters.items() if name not in known and isinstance(value, int | float)}
+    if not others:
+        return ()
+    logits = TinyModel(proposal.tiny).logits
+    for name, value in others.items():
+        changed = proposal.tiny | dict(rope_parameters=parameters | {name: 2 * value})
+        if not TinyModel(changed).logits.equal(logits) and not (has_scaling and name == "llama_4_scaling_beta"):
+            proposal.problems.append(
+                f"rope_parameters: {name}={value!r} changes the logits, and no known operator uses it"
+            )
+    return tuple(sorted(others))
 
 
 def _moe_arguments(proposal: Proposal) -> list[str]:

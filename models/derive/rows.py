@@ -18,12 +18,15 @@ _ATTENTION, _MLP = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
 _EXPERT = f"{_MLP}.experts.{{expert}}"
 _HIDDEN, _VOCAB = ("hidden",), (("vocab", "hidden"),)
 Rows = tuple[ParamMapping, ...]
+_WIDTH = 118  # characters of a line of code, without the comma at its end
+_INDENT = " " * 8
 
 
 def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
     """Return kind of block -> slot -> name of the tensor, for all blocks of all layers and variants.
 
-    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, and mlp_norm or moe_norm.
+    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, and mlp_norm or moe_norm, and
+    after_attention and after_mlp for norms of the outputs of the blocks.
 
     Raises:
         ValueError: a slot has different names in two layers.
@@ -46,8 +49,7 @@ def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
                     add(match.kind, match.slots)
             if layer.mlp is not None and "mlp_norm" in layer.norms:
                 add("norms", {f"{layer.mlp.kind}_norm": layer.norms["mlp_norm"]})
-            if "attention_norm" in layer.norms:
-                add("norms", {"attention_norm": layer.norms["attention_norm"]})
+            add("norms", {place: name for place, name in layer.norms.items() if place != "mlp_norm"})
     return merged
 
 
@@ -63,6 +65,10 @@ def table_groups(slots: dict[str, dict[str, str]], optional_qk_norms: bool) -> l
         groups += _dense_groups(slots["mlp"], norms["mlp_norm"])
     if "moe" in slots:
         groups.append(_moe_group(slots["moe"], norms["moe_norm"]))
+    if "after_attention" in norms:
+        names = dict(self_attn=norms["after_attention"], mlp=norms["after_mlp"])
+        rows = tuple(ParamMapping(f"{_LAYER}.post_{b}_layernorm.weight", (n,), (_HIDDEN,)) for b, n in names.items())
+        groups.append(_named("POST_NORMS", rows))
     return [group for group in groups if group[1]]
 
 
@@ -83,6 +89,7 @@ def _embeddings(top: dict[str, str]) -> Rows:
 
 def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool) -> list[tuple[str, Rows]]:
     qkv, proj = f"{_ATTENTION}.linear_qkv", f"{_ATTENTION}.linear_proj"
+    norms: Rows
     rows: Rows = (
         ParamMapping(f"{qkv}.layer_norm_weight", (norm,), (_HIDDEN,)),
         QKVMapping(
@@ -105,8 +112,14 @@ def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool)
                 (ParamMapping(f"{proj}.bias", (slots["o_bias"],), (_HIDDEN,), part="proj_bias"),),
             )
         )
+    if "q_projection_norm" in slots:
+        norms = tuple(
+            ParamMapping(f"{_ATTENTION}.{s}_projection_norm.weight", (slots[f"{s}_projection_norm"],), ((size,),), 0)
+            for s, size in (("q", "q"), ("k", "kv"))
+        )
+        groups.append(_named("PROJECTION_NORMS", norms))
     if "q_norm" in slots:
-        norms: Rows = tuple(
+        norms = tuple(
             ParamMapping(f"{_ATTENTION}.{s}_layernorm.weight", (slots[f"{s}_norm"],), (("head_dim",),)) for s in "qk"
         )
         code, _ = _named("QK_NORMS", norms)
@@ -137,7 +150,7 @@ def _latent(slots: dict[str, str], norm: str) -> Rows:
     )
 
 
-def _gated(megatron: str, names: tuple[str, str], width: str, present_in: str, part: str | None = None) -> ParamMapping:
+def _gated(megatron: str, names: tuple[str, ...], width: str, present_in: str, part: str | None = None) -> ParamMapping:
     return GatedMLPMapping(megatron, names, ((width, "hidden"),) * 2, axis=0, present_in=present_in, part=part)  # type: ignore[arg-type]
 
 
@@ -147,9 +160,10 @@ def _down(megatron: str, name: str, width: str, present_in: str, part: str | Non
 
 def _dense_groups(slots: dict[str, str], norm: str) -> list[tuple[str, Rows]]:
     fc1, fc2, where = f"{_MLP}.linear_fc1", f"{_MLP}.linear_fc2", "dense_layers"
+    first = (slots["gate_up"],) if "gate_up" in slots else (slots["gate"], slots["up"])
     rows: Rows = (
         ParamMapping(f"{fc1}.layer_norm_weight", (norm,), (_HIDDEN,), present_in=where),
-        _gated(f"{fc1}.weight", (slots["gate"], slots["up"]), "ffn", where),
+        _gated(f"{fc1}.weight", first, "ffn", where),
         _down(f"{fc2}.weight", slots["down"], "ffn", where),
     )
     groups = [_named("DENSE_MLP", rows)]
@@ -198,8 +212,17 @@ def moe_arguments(slots: dict[str, str]) -> tuple[str, str, str, str] | None:
 
 
 def rows_code(rows: Rows) -> str:
-    """Return the rows as Python code, one after another."""
-    return ",\n".join(_row_code(row) for row in rows)
+    """Return the rows as Python code, one after another, for a place with an indentation of 8 spaces."""
+    return f",\n{_INDENT}".join(_row_code(row).lstrip() for row in rows)
+
+
+def format_call(start: str, arguments: list[str], end: str) -> str:
+    """Return a call in one line, or with one line for each argument if it has more than _WIDTH characters."""
+    line = f"{start}{', '.join(arguments)}{end}"
+    if len(line) <= _WIDTH:
+        return line
+    indent = " " * (len(start) - len(start.lstrip()))
+    return "\n".join([start.rstrip(), *(f"{indent}    {argument}," for argument in arguments), f"{indent}{end}"])
 
 
 def _row_code(row: ParamMapping) -> str:
@@ -208,4 +231,4 @@ def _row_code(row: ParamMapping) -> str:
     for name in ("axis", "present_in", "is_buffer", "part"):
         if getattr(row, name) != getattr(default, name):
             arguments.append(f"{name}={getattr(row, name)!r}")
-    return f"{type(row).__name__}({', '.join(arguments)})".replace("'", '"')
+    return format_call(f"{_INDENT}{type(row).__name__}(", arguments, ")").replace("'", '"')

@@ -30,7 +30,8 @@ class Layer:
 
     mixer: Match | None = None  # attention; None: no probe has found it
     mlp: Match | None = None  # MLP or experts; None: no probe has found it
-    norms: dict[str, str] = field(default_factory=dict)  # attention_norm and mlp_norm -> name of the tensor
+    # attention_norm and mlp_norm (before the blocks), after_attention and after_mlp -> name of the tensor
+    norms: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -162,7 +163,10 @@ def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) ->
 
 @dataclass
 class _Connections:
-    """Compares the connections in one layer with h = x + attention(norm(x)), y = h + mlp(norm(h))."""
+    """Compares the connections in one layer with h = x + attention(norm(x)), y = h + mlp(norm(h)).
+
+    The outputs of both blocks may have norms, too.
+    """
 
     model: TinyModel
     prefix: str
@@ -172,8 +176,8 @@ class _Connections:
     found: Structure
 
     def find(self, norms: Mapping[str, tuple[str, Call]], layer: Layer) -> None:
-        """Name the two norms of the layer, and add a problem for each connection that a derived family cannot have."""
-        middle = self.whole.x + self.mixer.y
+        """Name the norms of the layer, and add a problem for each connection that a derived family cannot have."""
+        calls: dict[str, Call] = {}
         for child, (name, call) in norms.items():
             module = f"{self.prefix}.{{layer}}.{child}"
             if not self._is_rms_norm(name, call, module):
@@ -181,19 +185,22 @@ class _Connections:
             place = self._place(call)
             if place is None or place in layer.norms:
                 self.found.add_problem(
-                    f"norm {module}: {self._reads(call)}; a derived family has no norm at this place"
+                    f"norm {module}: it is neither before nor after a block; a derived family has no norm at this place"
                 )
                 continue
-            layer.norms[place] = _pattern(name, self.prefix)
-            if place == "mlp_norm":
-                middle = call.x
-            elif difference(call.x, self.whole.x) > LIMIT:
+            layer.norms[place], calls[place] = _pattern(name, self.prefix), call
+            if place == "attention_norm" and difference(call.x, self.whole.x) > LIMIT:
                 self.found.add_problem(f"norm {module}: it does not read the input of the layer")
         for place, block in (("attention_norm", "attention"), ("mlp_norm", "the MLP")):
             if place not in layer.norms:
                 self.found.add_problem(f"norm: there is none directly before {block}")
-        self._check_residual("attention", self.mixer.y, middle - self.whole.x)
-        self._check_residual("the MLP", self.mlp.y, self.whole.y - middle)
+        if ("after_attention" in calls) != ("after_mlp" in calls):
+            self.found.add_problem("norm: only one of the outputs of attention and of the MLP has a norm")
+        added = calls["after_attention"].y if "after_attention" in calls else self.mixer.y
+        middle = calls["mlp_norm"].x if "mlp_norm" in calls else self.whole.x + added
+        self._check_residual("attention", added, middle - self.whole.x)
+        added = calls["after_mlp"].y if "after_mlp" in calls else self.mlp.y
+        self._check_residual("the MLP", added, self.whole.y - middle)
 
     def _is_rms_norm(self, name: str, call: Call, module: str) -> bool:
         variant = match_norm(self.model.tensors[name], call, self.model.all_fields)
@@ -217,12 +224,9 @@ class _Connections:
 
     def _place(self, call: Call) -> str | None:
         places = dict(attention_norm=self.mixer.x, mlp_norm=self.mlp.x)
-        return next((place for place, x in places.items() if difference(call.y, x) <= LIMIT), None)
-
-    def _reads(self, call: Call) -> str:
-        sources = {"attention": self.mixer.y, "the MLP": self.mlp.y}
-        names = [name for name, y in sources.items() if difference(call.x, y) <= LIMIT]
-        return f"it reads the output of {names[0]}" if names else "it is not directly before a block"
+        before = next((place for place, x in places.items() if difference(call.y, x) <= LIMIT), None)
+        outputs = dict(after_attention=self.mixer.y, after_mlp=self.mlp.y)
+        return before or next((place for place, y in outputs.items() if difference(call.x, y) <= LIMIT), None)
 
     def _check_residual(self, block: str, output: Tensor, contribution: Tensor) -> None:
         factor = multiplier(output, contribution)

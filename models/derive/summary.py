@@ -50,6 +50,10 @@ def _block(matches: list[Match]) -> Line:
     if match.kind == "mlp":
         return "MLP", f"{text}; activation {options['activation']}", evidence
     rope = f"RoPE on {options['rotated']} components, {options['attention'].rope}"
+    if without := [n for n, m in enumerate(matches) if m.options["attention"].rope == "none"]:
+        rope += f", not in layers {without}"
+    if scaling := options["attention"].scaling:
+        rope += f"; queries x (1 + {scaling.beta:g} log(1 + floor(position / {scaling.period})))"
     return match.kind.replace("_", " "), f"{text}; {rope}", evidence
 
 

@@ -5,11 +5,12 @@ Some families in models/families have such operators, for example sliding window
 
 from models.derive.probes import Match
 from models.derive.structure import Structure, fields_with
+from models.derive.tiny_config import build_config
 
 
 def unsupported(structure: Structure, fields: dict) -> list[str]:
     """Return one line for each recognized operator that a derived family cannot have."""
-    lines: list[str] = []
+    lines = _rotations(structure, fields)
     for match in structure.matches("attention"):
         lines += _attention(match, fields)
     for match in structure.matches("latent_attention"):
@@ -22,12 +23,32 @@ def unsupported(structure: Structure, fields: dict) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def _rotations(structure: Structure, fields: dict) -> list[str]:
+    """Return one line for each combination of rotary embeddings in different layers that a derived family cannot have."""
+    options = [match.options["attention"] for match in structure.matches("attention")]
+    lines = []
+    if len({o.rope for o in options} - {"none"}) > 1:
+        lines.append(
+            "attention: RoPE rotates interleaved pairs (2i, 2i + 1) in some layers and pairs (i, i + D/2) in others"
+        )
+    if len({o.scaling for o in options}) > 1:
+        lines.append("attention: only some layers scale the queries by their positions")
+    if any(o.rope == "none" for o in options) and not is_told_by_no_rope_layers(structure, fields):
+        lines.append(
+            "attention: a layer has no rotary embedding, and no field no_rope_layers says which layers have one"
+        )
+    return lines
+
+
+def is_told_by_no_rope_layers(structure: Structure, fields: dict) -> bool:
+    """Whether the config has a field `no_rope_layers` with a 1 for each layer with a rotary embedding, and 0 for the others."""
+    said = getattr(build_config(fields), "no_rope_layers", None)
+    found = [match.options["attention"].rope != "none" for match in structure.matches("attention")]
+    return isinstance(said, list) and [bool(has_rope) for has_rope in said] == found
+
+
 def _attention(match: Match, fields: dict) -> list[str]:
     options, lines = match.options["attention"], []
-    if options.rope == "interleaved":
-        lines.append("attention: RoPE rotates interleaved pairs (2i, 2i + 1); mrl rotates pairs (i, i + D/2)")
-    if options.rope == "none":
-        lines.append("attention: a layer has no rotary embedding")
     if options.window is not None:
         lines.append(f"attention: sliding window of {options.window} tokens in the tiny model")
     if options.softcap is not None:
@@ -35,10 +56,9 @@ def _attention(match: Match, fields: dict) -> list[str]:
     if options.scale is not None:
         factor = f"{options.scale:.6g}{fields_with(fields, options.scale)}"
         lines.append(f"attention: the factor of the scores is {factor}, not 1/sqrt(head size)")
-    if options.norm in ("after", "whole"):
-        where = "after the rotary embedding" if options.norm == "after" else "over all heads together"
+    if options.norm == "after":
         lines.append(
-            f"attention: norms of queries and keys {where}; a derived family has a norm per head before the rotary embedding"
+            "attention: norms of queries and keys after the rotary embedding; a derived family has them before it"
         )
     if options.plus_one:
         lines.append("attention: norms of queries and keys multiply by 1 + weight")
@@ -55,7 +75,7 @@ def _names(fields: dict) -> set[str]:
 
 def _mlp(match: Match) -> list[str]:
     lines = []
-    if "gate" not in match.slots:
+    if "up" in match.slots and "gate" not in match.slots:
         lines.append(f"MLP: not gated, activation {match.options['activation']}; a derived family has a gated SiLU MLP")
     elif match.options["activation"] != "silu":
         lines.append(f"MLP: activation {match.options['activation']}; a derived family has silu")

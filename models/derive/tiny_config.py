@@ -168,9 +168,7 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
         fields["first_k_dense_replace"] = 1
     if known.get("mlp_only_layers"):
         fields["mlp_only_layers"] = [1]
-    if isinstance(kinds := found.get("layer_types"), list):
-        distinct = list(dict.fromkeys(kinds))
-        fields["layer_types"] = [distinct[min(layer, len(distinct) - 1)] for layer in range(NUM_LAYERS)]
+    fields |= _tiny_layer_lists(found, known["num_hidden_layers"])
     if known.get("max_window_layers") is not None:
         fields["max_window_layers"] = NUM_LAYERS // 2
     for name, value in known.items():
@@ -178,6 +176,24 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
         if is_number and _TOKENS.search(name) and not name.endswith(("_layers", "_pattern")):
             fields[name] = SLIDING_WINDOW
     return fields
+
+
+def _tiny_layer_lists(found: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the fields that have one value for each of `count` layers, such as `layer_types`, for the tiny model."""
+    lists = {
+        name: values
+        for name, values in found.items()
+        if isinstance(values, list)
+        and len(values) == count
+        and not name.endswith("token_id")
+        and name not in _NOT_ARGUMENTS
+    }
+    kinds: dict[str, int] = {}  # values of all fields in one layer -> first layer that has them
+    for layer, values in enumerate(zip(*lists.values(), strict=True)):
+        kinds.setdefault(repr(values), layer)
+    layers = list(kinds.values())
+    chosen = [layers[min(n, len(layers) - 1)] for n in range(NUM_LAYERS)] if layers else []
+    return {name: [values[layer] for layer in chosen] for name, values in lists.items()}
 
 
 def _tiny_rope(found: dict[str, Any]) -> dict[str, Any]:

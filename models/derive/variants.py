@@ -28,6 +28,7 @@ PARTS = {
     "qkv_bias": ("attention", "q_bias"),
     "proj_bias": ("attention", "o_bias"),
     "qk_norms": ("attention", "q_norm"),
+    "projection_norms": ("attention", "q_projection_norm"),
     "q_lora": ("latent_attention", "q_a"),
     "full_rank_q": ("latent_attention", "q"),
     "mlp_bias": ("mlp", "gate_bias"),
@@ -80,6 +81,8 @@ def changed_values(fields: dict[str, Any]) -> dict[str, Any]:
         values["first_k_dense_replace"] = (known["first_k_dense_replace"] or 0) + 1
     if known.get("decoder_sparse_step") is not None:
         values["decoder_sparse_step"] = 3 - min(known["decoder_sparse_step"], 2)
+    if isinstance(with_rope := known.get("no_rope_layers"), list):
+        values["no_rope_layers"] = [1 - has_rope for has_rope in with_rope]
     if "mlp_only_layers" in known:
         values["mlp_only_layers"] = [0, 2]
     return values

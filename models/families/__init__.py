@@ -11,10 +11,12 @@ from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
 from models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from models.families.gemma3 import GEMMA3
+from models.families.glm4 import GLM4
 from models.families.glm4_moe import GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.llama import LLAMA
 from models.families.minimax_m2 import MINIMAX_M2
+from models.families.ministral3 import MINISTRAL3
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
 from models.families.nemotron_h import NEMOTRON_H
@@ -25,13 +27,27 @@ from models.families.qwen2_5_vl import QWEN2_5_VL
 from models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from models.families.qwen3_vl import QWEN3_VL
 from models.families.seed_oss import SEED_OSS
+from models.families.smol_lm3 import SMOL_LM3
 from models.hf_config import HFConfig
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(DEEPSEEK_V3, DEEPSEEK_V32, GEMMA3, GLM4_MOE, GLM_MOE_DSA, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
-        *(NEMOTRON_H, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
+        *(
+            DEEPSEEK_V3,
+            DEEPSEEK_V32,
+            GEMMA3,
+            GLM4,
+            GLM4_MOE,
+            GLM_MOE_DSA,
+            GPT_OSS,
+            LLAMA,
+            MINIMAX_M2,
+            MINISTRAL3,
+            MISTRAL,
+        ),
+        *(MIXTRAL, NEMOTRON_H, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL),
+        *(SEED_OSS, SMOL_LM3),
     )
 }
 

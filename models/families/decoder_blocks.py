@@ -9,7 +9,7 @@ from typing import Any
 from models.architecture import Architecture
 from models.conversion.mapping import GatedMLPMapping, ParamMapping, QKVMapping, VocabMapping
 from models.hf_config import HFConfig
-from parallel.rope import Rope
+from parallel.rope import QueryScaling, Rope
 
 _HIDDEN, _HEAD_DIM = ("hidden",), ("head_dim",)  # shapes, as keys of Architecture.sizes
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -204,6 +204,34 @@ def read_windows(config: HFConfig, full_attention_every: int) -> dict[str, Any]:
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"{config.path}: sliding_window={window!r} is not supported; expected a number of tokens.")
     return dict(window_size=(window - 1, 0), window_attn_skip_freq=[int(kind == known[0]) for kind in kinds])
+
+
+def read_layers_without_rope(config: HFConfig) -> dict[str, Any]:
+    """Return Megatron's field for layers whose queries and keys are not rotated. The dict is empty if all layers have RoPE.
+
+    `no_rope_layers` has a 1 for each layer with RoPE. Without this field, every layer whose number is a multiple of
+    `no_rope_layer_interval`, counted from 1, has none. Raises ValueError if the list does not fit the layers.
+    """
+    with_rope, every, count = config["no_rope_layers"], config["no_rope_layer_interval"], config["num_hidden_layers"]
+    if with_rope is None:
+        with_rope = [int((number + 1) % every != 0) for number in range(count)]
+    if len(with_rope) != count or not set(with_rope) <= {0, 1}:
+        raise ValueError(
+            f"{config.path}: no_rope_layers={with_rope!r} is not supported; expected 0 or 1 for each of the {count} layers."
+        )
+    return {} if all(with_rope) else dict(no_rope_freq=[int(not has_rope) for has_rope in with_rope])
+
+
+def read_query_scaling(config: HFConfig) -> QueryScaling:
+    """Return the factors of the queries that the parameters of the rotary embedding describe. Raises ValueError without them."""
+    parameters = config.rope_parameters()
+    beta, period = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
+    if not isinstance(beta, int | float) or not isinstance(period, int) or period < 1:
+        raise ValueError(
+            f"{config.path}: rope_parameters={parameters!r} is not supported; expected numbers in llama_4_scaling_beta and in "
+            "original_max_position_embeddings."
+        )
+    return QueryScaling(beta, period)
 
 
 def check_no_window(config: HFConfig) -> None:

@@ -132,8 +132,7 @@ def plan_model(
     `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
-    train_mtp = config.model.train_mtp and not section
-    if train_mtp:
+    if train_mtp := config.model.train_mtp and not section:
         check_mtp_settings(config, head)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family, train_mtp)
     arch = family_of(hf).read(hf)
@@ -200,7 +199,7 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
     """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
     _check_no_layout(
-        config, f"whether the first stage has the first {num_features} layers, which get features of the vision tower"
+        config, f"whether the first stage has the {num_features} layers that get features of the vision tower"
     )
     count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
     if count < num_features:

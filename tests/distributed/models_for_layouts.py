@@ -35,6 +35,9 @@ KINDS = {
     "deepseek": ("deepseek_v3", {}),
     "sparse": ("deepseek_v32", dict(initializer_range=0.15)),
     "shared_sparse": ("glm_moe_dsa", {}),  # layers 1 and 3 use the keys of layers 0 and 2
+    "glm_dense": ("glm4", {}),
+    "ministral": ("ministral3", {}),
+    "smollm": ("smollm3", {}),
 }
 
 

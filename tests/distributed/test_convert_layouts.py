@@ -126,7 +126,7 @@ def read_every_shard(rank: int, folder, dims: ParallelDims) -> int:
 
 @pytest.mark.extended_except("phi3")
 @pytest.mark.parametrize(
-    "name", ["phi3", "olmo2_biased", "qwen3", "qwen3_5_biased", "qwen3_next", "gpt_oss", "nemotron_h"]
+    "name", ["phi3", "glm4", "olmo2_biased", "qwen3", "qwen3_5_biased", "qwen3_next", "gpt_oss", "nemotron_h"]
 )
 def test_a_rank_reads_its_part_of_every_tensor(run_ranks, tmp_path, name):
     folder = make_family(name, tmp_path)

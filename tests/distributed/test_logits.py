@@ -67,7 +67,7 @@ def our_logits(rank: int, folder):
         "phi3_long",
         "olmo3",
     ),
-    *("gemma3", "qwen3_5", "gpt_oss", "nemotron_h"),
+    *("gemma3", "qwen3_5", "gpt_oss", "nemotron_h", "glm4", "ministral3", "smollm3"),
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(run_ranks, tmp_path, name):

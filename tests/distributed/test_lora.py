@@ -191,6 +191,7 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
     "kind",
     [
         *("tied", "biased", "qkv_biased", "mistral", "seed", "gemma", "olmo2", "olmo3", "phi"),
+        *("glm_dense", "ministral", "smollm"),
         *("moe", "mixtral", "glm", "deepseek", "sparse", "shared_sparse", "minimax", "gpt_oss"),
         *("recurrent", "recurrent_biased", "recurrent_moe", "mamba", "mamba_moe"),
     ],

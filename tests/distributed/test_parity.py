@@ -180,6 +180,13 @@ def test_mistral_phi_and_seed_oss(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+@pytest.mark.extended_except("ministral-cp2")
+@pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 sp0 pp2"), ids=str)
+@pytest.mark.parametrize("kind", ["glm_dense", "ministral", "smollm"])
+def test_derived_families(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
 POST_NORMS = layouts("tp2", "tp2 sp0", "pp2", "cp2", "pp2 vpp2", "tp2 cp2")
 
 

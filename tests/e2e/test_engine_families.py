@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from live_engines import connected
-from tiny_families import make_family
+from tiny_families import MINISTRAL_ROPE, make_family
 
 from mrl.rollout.client import EngineClient, SamplingParams
 
@@ -19,6 +19,8 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe": dict(moe_intermediate_size=32),
     "deepseek_v3": dict(moe_intermediate_size=32),
     "gemma3": dict(rope_parameters=dict(full_attention=ROPE, sliding_attention=ROPE | dict(rope_theta=300.0))),
+    # SGLang scales queries as if original_max_position_embeddings were 16384
+    "ministral3": dict(rope_parameters=MINISTRAL_ROPE | dict(original_max_position_embeddings=16384)),
     "mixtral": dict(head_dim=8),  # SGLang ignores the field, and uses hidden_size / num_attention_heads
 }
 
@@ -40,7 +42,7 @@ def logprob_difference(client: EngineClient, folder) -> float:
     "name",
     [
         *("llama_attention_biased", "qwen2_tied_multi_head", "mistral", "gemma3", "olmo2", "phi3"),
-        *("mixtral", "glm4_moe", "deepseek_v3"),
+        *("mixtral", "glm4_moe", "deepseek_v3", "glm4", "ministral3"),
     ],
 )
 def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_path, name):

@@ -1,7 +1,9 @@
 """mrl family derive: probes find what tensors do, and derived families are equal to the built-in ones."""
 
+import difflib
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +12,12 @@ import torch
 from tiny_families import FAMILIES as TINY
 from tiny_families import SIZES, config_class
 
+import models.families
 from models.derive.engine_source import read_engine_source
 from models.derive.formulas import AttentionOptions, Routing, attend, gated_mlp, rms_norm, rotate, route
 from models.derive.probes import match_attention, match_mlp, match_moe, match_norm
-from models.derive.proposal import family_from_code, propose
+from models.derive.proof import compare_gradients
+from models.derive.proposal import family_from_code, other_rope_fields, propose
 from models.derive.tiny_config import build_config, read_fields, shrink
 from models.derive.tiny_model import Call
 from models.families import FAMILIES
@@ -21,6 +25,7 @@ from models.hf_config import HFConfig
 from mrl.commands import certify
 from mrl.commands import family as command
 from mrl.config import hydra_entry
+from parallel.rope import QueryScaling
 
 T, H, A, G, D = 16, 28, 4, 2, 6  # tokens, hidden size, heads, key/value groups, size of a head
 
@@ -53,7 +58,7 @@ def test_the_probe_of_norms_finds_epsilon_and_the_offset_of_the_weight(plus_one,
     assert match_norm(weight, Call(x, torch.nn.functional.layer_norm(x, [H], weight)), {}) is None
 
 
-def attention_call(options: AttentionOptions, sinks: bool = False, norms: bool = False):
+def attention_call(options: AttentionOptions, sinks: bool = False, norms: str = ""):
     """Return (tensors, call, rotary) of an attention block. Its matrices have names that say nothing."""
     tensors = {
         "w.weight": random(G * D, H),
@@ -62,16 +67,25 @@ def attention_call(options: AttentionOptions, sinks: bool = False, norms: bool =
         "z.weight": random(G * D, H) - 0.1,
         "x.bias": random(H),
     }
-    tensors |= {"n.weight": random(D) + 1, "m.weight": random(D) - 1} if norms else {}
+    sizes = (G, A) if norms == "whole" else (1, 1)
+    tensors |= {f"{n}.weight": random(size * D) + 1 for n, size in zip("nm", sizes, strict=True)} if norms else {}
+    tensors |= {"m.weight": -tensors["m.weight"]} if norms else {}
     tensors |= {"s": random(A)} if sinks else {}
     x = random(T, H)
     angles = torch.outer(torch.arange(T).float(), torch.tensor([1.0, 0.3]))
     cos_sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     q = (x @ tensors["y.weight"].T).unflatten(-1, (A, D))
     k, v = ((x @ tensors[name].T).unflatten(-1, (G, D)) for name in ("w.weight", "z.weight"))
-    if norms:
+    if norms == "before":
         q, k = rms_norm(q, tensors["m.weight"], 1e-6), rms_norm(k, tensors["n.weight"], 1e-6)
+    if norms == "whole":
+        q, k = (
+            rms_norm(s.flatten(1), tensors[f"{n}.weight"], 1e-6).unflatten(1, (-1, D))
+            for n, s in zip("mn", (q, k), strict=True)
+        )
     q, k = rotate(q, *cos_sin, options.rope), rotate(k, *cos_sin, options.rope)
+    if options.scaling is not None:
+        q = q * options.scaling.factors(torch.arange(T))[:, None, None]
     y = attend(q, k, v, options, tensors.get("s")) @ tensors["x.weight"].T + tensors["x.bias"]
     return tensors, Call(x, y), [cos_sin]
 
@@ -85,6 +99,10 @@ def attention_call(options: AttentionOptions, sinks: bool = False, norms: bool =
         (AttentionOptions(window=5), dict(sliding_window=5)),
         (AttentionOptions(softcap=2.0), dict(attn_logit_softcapping=2.0)),
         (AttentionOptions(scale=0.25), dict(query_pre_attn_scalar=16)),
+        (
+            AttentionOptions(scaling=QueryScaling(0.1, 6)),
+            dict(rope_parameters=dict(llama_4_scaling_beta=0.1, original_max_position_embeddings=6)),
+        ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value)[17:-1],
 )
@@ -95,11 +113,12 @@ def test_the_probe_of_attention_finds_the_tensors_and_the_variant(options, extra
     assert found.slots == dict(q="y.weight", k="w.weight", v="z.weight", o="x.weight", o_bias="x.bias")
 
 
-def test_the_probe_of_attention_finds_norms_of_queries_and_keys():
-    tensors, call, rotary = attention_call(AttentionOptions(), norms=True)
+@pytest.mark.parametrize(("norms", "slot"), [("before", "norm"), ("whole", "projection_norm")])
+def test_the_probe_of_attention_finds_norms_of_queries_and_keys(norms, slot):
+    tensors, call, rotary = attention_call(AttentionOptions(), norms=norms)
     found = match_attention(tensors, call, {}, A, rotary)
-    assert found is not None and found.options["attention"].norm == "before"
-    assert (found.slots["q_norm"], found.slots["k_norm"]) == ("m.weight", "n.weight")
+    assert found is not None and found.options["attention"].norm == norms
+    assert (found.slots[f"q_{slot}"], found.slots[f"k_{slot}"]) == ("m.weight", "n.weight")
 
 
 def test_the_probe_of_attention_finds_sinks():
@@ -127,6 +146,15 @@ def test_the_probe_of_mlps_finds_an_mlp_without_a_gate():
     x = random(T, H)
     found = match_mlp(tensors, Call(x, torch.relu(x @ tensors["a"].T) @ tensors["c"].T))
     assert found is not None and found.slots == dict(up="a", down="c") and found.options["activation"] == "relu"
+
+
+def test_the_probe_of_mlps_finds_gate_and_up_in_one_matrix():
+    tensors = {"a": random(H, 20), "b": random(40, H)}
+    x = random(T, H)
+    found = match_mlp(tensors, Call(x, gated_mlp(x, *tensors["b"].chunk(2), tensors["a"], "silu")))
+    assert found is not None and found.slots == dict(gate_up="b", down="a")
+    up_first = gated_mlp(x, *reversed(tensors["b"].chunk(2)), tensors["a"], "silu")
+    assert match_mlp(tensors, Call(x, up_first)) is None
 
 
 @pytest.mark.parametrize(
@@ -177,6 +205,13 @@ def test_the_sequences_of_the_probes_are_longer_than_each_window_and_chunk_of_th
     tiny_fields = shrink(config_of("Llama") | fields | others)
     assert {name: tiny_fields[name] for name in fields} == dict.fromkeys(fields, 5)
     assert {name: tiny_fields[name] for name in others} == others
+
+
+def test_lists_with_a_value_for_each_layer_keep_a_layer_of_each_kind():
+    lists = dict(layer_types=["a", "a", "b", "b", "a"], no_rope_layers=[1, 0, 0, 1, 1], eos_token_id=[1, 2, 3, 4, 5])
+    fields = shrink(config_of("Llama", num_hidden_layers=5) | lists)
+    assert (fields["layer_types"], fields["no_rope_layers"]) == (["a", "a", "b", "b"], [1, 0, 0, 1])
+    assert fields["eos_token_id"] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +280,24 @@ def test_the_fused_tensors_are_read_from_the_source_of_sglang(architecture, fuse
 # whole families
 
 FAMILY_NAMES = ["llama", "qwen3", "qwen2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral"]
+ADOPTED = {"glm4": "glm4.py", "ministral3": "ministral3.py", "smollm3": "smol_lm3.py"}  # the command wrote these files
+FAMILY_NAMES += list(ADOPTED)
+HAND_EDITS = {  # in addition to the docstring
+    "ministral3": """\
++_OTHER_PERIOD = "a query scaling with original_max_position_embeddings other than 16384"  # SGLang always takes 16384
++
+-    return replace(arch, query_scaling=read_query_scaling(config))
++    arch = replace(arch, query_scaling=(scaling := read_query_scaling(config)))
++    return arch if scaling.period == 16384 else replace(arch, parts=frozenset([_OTHER_PERIOD]))
++    engine_unsupported_parts=frozenset([_OTHER_PERIOD]),
+"""
+}
+PARTS_BY_HAND = {"ministral3": FAMILIES["Ministral3ForCausalLM"].engine_unsupported_parts}
 # families with operators or settings that no derived family has
 BY_HAND = [
+    "deepseek_v32",
     "gemma3",
+    "glm_moe_dsa",
     "gpt_oss",
     "minimax_m2",
     "nemotron_h",
@@ -281,12 +331,25 @@ def test_a_derived_family_is_equal_to_the_built_in_one(name):
     for other in SAME_CLASS[name]:
         config = HFConfig(Path("config.json"), tiny(other))
         arch = built_in.read(config)
+        arch = replace(arch, parts=arch.parts - PARTS_BY_HAND.get(name, frozenset()))
         assert derived.read(config) == arch, other
         assert derived.param_mappings(arch) == built_in.param_mappings(arch), other
         assert derived.fusions(arch) == built_in.fusions(arch), other
     assert derived.has_mtp_layers == built_in.has_mtp_layers
     assert derived.engine_is_native == built_in.engine_is_native
-    assert derived.engine_unsupported_parts == built_in.engine_unsupported_parts
+    assert derived.engine_unsupported_parts == built_in.engine_unsupported_parts - PARTS_BY_HAND.get(name, frozenset())
+
+
+@pytest.mark.parametrize("name", ADOPTED)
+def test_an_adopted_family_is_the_file_that_the_command_writes(name):
+    """The command gets the default config of transformers. The docstring, and the lines in HAND_EDITS, are written by hand."""
+    written = propose(config_of(TINY[name][0])).plan.code()
+    found = (Path(models.families.__file__).parent / ADOPTED[name]).read_text()
+    assert "`mrl family derive` wrote this file" in found
+    imports = "\nfrom "  # the docstring ends before the first import
+    before, after = (text[text.index(imports) :].splitlines() for text in (written, found))
+    edits = [line.replace(" ", "", 1) for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert edits == HAND_EDITS.get(name, "").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +365,24 @@ def test_unknown_operators_are_named(prefix, lines):
     problems = propose(config_of(prefix, **(dict(pad_token_id=0) | extra))).problems
     for line in lines:
         assert any(line in problem for problem in problems), (line, problems)
+
+
+def test_a_field_of_the_rotary_embedding_that_nothing_explains_is_named():
+    found = tiny("ministral3")
+    proposal = propose(found)
+    assert 'without=("llama_4_scaling_beta", "max_position_embeddings")' in proposal.plan.code()
+    proposal.problems.clear()
+    assert other_rope_fields(proposal, has_scaling=False) == ("llama_4_scaling_beta", "max_position_embeddings")
+    assert proposal.problems == [
+        "rope_parameters: llama_4_scaling_beta=0.1 changes the logits, and no known operator uses it"
+    ]
+
+
+def test_round_off_in_place_of_a_gradient_of_zero_is_no_difference():
+    theirs = dict(a=torch.tensor([1.0, 2.0]), bias=torch.tensor([1e-8, -2e-8]))
+    assert compare_gradients("m", dict(theirs, bias=torch.tensor([2e-8, 1e-8])), theirs).passed
+    assert not compare_gradients("m", dict(theirs, bias=torch.tensor([1e-3, 1e-3])), theirs).passed
+    assert not compare_gradients("m", dict(theirs, a=torch.tensor([1.0, 2.1])), theirs).passed
 
 
 def test_a_family_that_is_not_proven_is_not_written(tmp_path, capsys):

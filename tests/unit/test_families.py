@@ -3,9 +3,11 @@
 import json
 import re
 from functools import partial
+from math import log
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from family_configs import read, saved, tiny_fields
 from tiny_families import FAMILIES as TINY
@@ -248,6 +250,19 @@ def test_no_ignored_field_is_read_by_a_family():
         ("nemotron_h_moe", dict(moe_latent_size=16), "moe_latent_size=16 is not supported; expected None"),
         ("nemotron_h_moe", dict(n_shared_experts=2), "n_shared_experts=2 is not supported; expected 1"),
         ("nemotron_h_moe", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported; expected True"),
+        (
+            "glm4",
+            dict(rope_parameters=YARN_ROPE | dict(short_factor=[1.0])),
+            "short_factor=[1.0] is not a field of rope",
+        ),
+        (
+            "ministral3",
+            dict(rope_parameters=YARN_ROPE),
+            "expected numbers in llama_4_scaling_beta and in original_max_pos",
+        ),
+        ("ministral3", dict(sliding_window=9), "sliding_window=9 is not supported; expected None"),
+        ("smollm3", dict(no_rope_layers=[1]), "no_rope_layers=[1] is not supported; expected 0 or 1 for each of the 2"),
+        ("smollm3", dict(no_rope_layers=[1, 2]), "no_rope_layers=[1, 2] is not supported; expected 0 or 1"),
         ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
@@ -272,6 +287,25 @@ def test_the_field_rotary_dim_sets_the_rotated_components(fields):
     assert read(known | dict(rotary_dim=8)).rope.dim == 8
     assert read(known | dict(rotary_dim=8, partial_rotary_factor=0.25)).rope.dim == 4
     assert read(known | dict(rotary_dim=None)).rope.dim == 16
+
+
+def test_the_config_says_which_layers_have_no_rope(fields):
+    assert read(fields("smollm3")).transformer["no_rope_freq"] == [0, 1]
+    by_interval = {name: value for name, value in fields("smollm3").items() if name != "no_rope_layers"}
+    assert read(by_interval | dict(num_hidden_layers=5, layer_types=None)).transformer["no_rope_freq"] == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
+    assert "no_rope_freq" not in read(fields("smollm3") | dict(no_rope_layers=[1, 1])).transformer
+
+
+def test_the_queries_of_ministral_grow_with_the_position(fields):
+    scaling = read(fields("ministral3")).query_scaling
+    factors = scaling.factors(torch.tensor([0, 15, 16, 33]))
+    assert factors.tolist() == pytest.approx([1.0, 1.0, 1 + 0.1 * log(2), 1 + 0.1 * log(3)])
 
 
 def test_seed_oss_has_no_dropout(fields):

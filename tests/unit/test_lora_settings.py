@@ -38,7 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
     names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
-    names += ("gpt_oss", "glm_moe_dsa", "nemotron_h_moe")
+    names += ("gpt_oss", "glm_moe_dsa", "nemotron_h_moe", "glm4")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -77,6 +77,7 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
         ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("olmo2", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("phi3", {"o_proj", "down_proj"}),
+        ("glm4", {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                          "down_proj"}),
         ("glm_moe_dsa", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",

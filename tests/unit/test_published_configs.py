@@ -5,7 +5,9 @@ from math import prod
 import pytest
 from published_dense_configs import (
     GEMMA3_1B,
+    GLM4_9B,
     LLAMA31_8B,
+    MINISTRAL3_8B,
     MISTRAL_7B_V03,
     NEMOTRON_H_8B,
     NEMOTRON_NANO_9B_V2,
@@ -18,6 +20,7 @@ from published_dense_configs import (
     QWEN35_27B,
     SEED_OSS_36B,
     SMOLLM2_135M,
+    SMOLLM3_3B,
     published,
 )
 from published_moe_configs import (
@@ -81,6 +84,9 @@ def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
         (DEEPSEEK_V3, 671_026_419_200),
         (DEEPSEEK_V32, 671_026_419_200 + 61 * 13_959_424),  # the latter are the weights of an indexer
         (GLM_5, 743_911_218_432),
+        (GLM4_9B, 9_400_279_040),
+        (MINISTRAL3_8B, 8_489_553_920),  # the vision tower and its projector have 0.4 billion more
+        (SMOLLM3_3B, 3_075_098_624),
     ],
     ids=[
         *("Llama-3.1-8B", "SmolLM2-135M", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"),
@@ -101,6 +107,7 @@ def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
             "DeepSeek-V3.2",
             "GLM-5",
         ),
+        *("GLM-4-9B-0414", "Ministral-3-8B", "SmolLM3-3B"),
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):

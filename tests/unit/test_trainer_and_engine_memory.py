@@ -307,7 +307,7 @@ def test_copies_of_weights_in_fp8_are_in_memory_with_the_weights(tp):
         # inputs of linear_qkv, linear_fc1 and linear_fc2; attention saves the input of linear_proj itself
         (QWEN3_8B, DENSE, 4096 + 4096 + 12288 // 2),
         # input of linear_qkv; eight experts of a token read its hidden state, and each has an activation
-        (QWEN3_30B_A3B, LayerKind(experts=True), 2048 + 2 * 8 * (2048 + 768 // 2)),
+        (QWEN3_30B_A3B, LayerKind(("attention", "moe")), 2048 + 2 * 8 * (2048 + 768 // 2)),
     ],
     ids=["dense", "moe"],
 )
