@@ -198,9 +198,7 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
 
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
     """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
-    _check_no_layout(
-        config, f"whether the first stage has the {num_features} layers that get features of the vision tower"
-    )
+    _check_no_layout(config, f"whether the first stage has the {num_features} layers with features of the vision tower")
     count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
     if count < num_features:
         raise ValueError(
