@@ -83,6 +83,7 @@ RECURRENT = dict(
 # two groups for each of two ranks, and two heads in each group; keys and values have different numbers of channels. The steps of
 # all heads are far from zero: transformers raises smaller steps than time_step_min, but mrl and SGLang do not.
 MAMBA = dict(
+    num_hidden_layers=4,
     layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
     head_dim=16,
     mamba_num_heads=8,

@@ -5,6 +5,7 @@ GPU. Only `check_logits` builds models in memory. `from_gguf` converts a GGUF fi
 folder. It dequantizes quantized weights.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,9 @@ def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     has_vision = family_of(config).read(config).vision is not None
     model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
+    for module in reference.modules():  # see docs/tutorials/model.md: only transformers limits the steps of Nemotron-H
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
     return reference(tokens[None]).logits[0]
 
 

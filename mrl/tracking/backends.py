@@ -457,8 +457,9 @@ def _recorded_steps(file: Path) -> Iterator[int]:
     A block contains chunks of records. A chunk begins with a checksum (4 bytes), its length (2) and its kind (1). wandb writes
     only whole blocks until the run ends, so the last record of the file may be incomplete.
     """
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[missing-module-attribute]
+    from wandb.proto import wandb_internal_pb2
 
+    parse = cast(Any, wandb_internal_pb2).Record.FromString  # of a generated class without types
     data, record, position = file.read_bytes(), b"", _CHUNK_HEADER_BYTES  # the header of the file has the same length
     while position + _CHUNK_HEADER_BYTES <= len(data):
         if (left := _BLOCK_BYTES - position % _BLOCK_BYTES) < _CHUNK_HEADER_BYTES:
@@ -468,7 +469,7 @@ def _recorded_steps(file: Path) -> Iterator[int]:
         start = position + _CHUNK_HEADER_BYTES
         position = start + size
         record = data[start:position] if kind in (_WHOLE, _FIRST) else record + data[start:position]
-        if kind in (_WHOLE, _LAST) and (parsed := Record.FromString(record)).HasField("history"):
+        if kind in (_WHOLE, _LAST) and (parsed := parse(record)).HasField("history"):
             yield parsed.history.step.num
 
 

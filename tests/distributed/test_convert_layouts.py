@@ -195,6 +195,13 @@ def logits_finding(rank: int, folder, limit: float):
     return convert_checkpoint.check_logits(HFConfig.load(folder))
 
 
+def test_check_computes_mamba_2_without_a_smallest_step(run_ranks, tmp_path):
+    """transformers raises the steps of Nemotron-H to at least time_step_min, but models are trained without this limit."""
+    make_family("nemotron_h", tmp_path / "model", time_step_min=0.5)
+    (found,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)
+    assert found.passed, found
+
+
 def test_check_detects_different_logits(run_ranks, tmp_path):
     make("moe", tmp_path / "model")
     (within,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)

@@ -98,7 +98,7 @@ def test_all_spellings_of_the_layers_of_nemotron_h_give_the_same_model(fields):
     assert [arch.blocks(n) for n in range(4)] == [("recurrent",), ("dense",), ("attention",), ("recurrent",)]
     assert arch == read(others | dict(hybrid_override_pattern="M-*M", num_hidden_layers=4))
     assert arch == read(others | dict(layers_block_type=["mamba", "mlp", "attention", "mamba"]))
-    assert arch == read(known | dict(time_step_limit=[0.0, float("inf")]))
+    assert arch == read(known | dict(time_step_limit=[0.0, float("inf")], time_step_min=0.5))
 
 
 def test_layers_with_one_block_have_the_cost_of_their_block(fields):

@@ -26,7 +26,7 @@ BLOCKS = {  # kind of layer -> class of its block in SGLang
 
 def architecture(name: str) -> Architecture:
     fields = SIZES | FAMILIES[name][1] | dict(architectures=[NEMOTRON_H.architecture])
-    return NEMOTRON_H.read(HFConfig("config.json", {k: v for k, v in fields.items() if k != "num_hidden_layers"}))
+    return NEMOTRON_H.read(HFConfig("config.json", fields))
 
 
 def attributes(file: str, name: str) -> set[str]:
@@ -63,6 +63,12 @@ def test_sglang_stores_minus_the_exponential_of_the_decays():
     read = negative_exp_reader(lambda name, box: logs[box.slices], {"A_log"})
     box = Box((4,), (4,))
     assert torch.equal(read("A_log", box), -torch.exp(logs[4:].float())) and torch.equal(read("D", box), logs[4:])
+
+
+def test_sglang_does_not_limit_the_steps_of_mamba_2():
+    """transformers raises them to at least time_step_min. mrl computes what engines compute."""
+    source = Path(find_spec("sglang").submodule_search_locations[0], "srt", BLOCKS["linear_attention"][0]).read_text()
+    assert source.count("dt_limit=") == source.count('dt_limit=(0.0, float("inf"))') == 1
 
 
 def test_decays_and_correction_biases_are_float32():
