@@ -68,8 +68,7 @@ def attention_call(options: AttentionOptions, sinks: bool = False, norms: str = 
         "x.bias": random(H),
     }
     sizes = (G, A) if norms == "whole" else (1, 1)
-    tensors |= {f"{n}.weight": random(size * D) + 1 for n, size in zip("nm", sizes, strict=True)} if norms else {}
-    tensors |= {"m.weight": -tensors["m.weight"]} if norms else {}
+    tensors |= {"n.weight": random(sizes[0] * D) + 1, "m.weight": random(sizes[1] * D) - 1} if norms else {}
     tensors |= {"s": random(A)} if sinks else {}
     x = random(T, H)
     angles = torch.outer(torch.arange(T).float(), torch.tensor([1.0, 0.3]))
@@ -208,9 +207,10 @@ def test_the_sequences_of_the_probes_are_longer_than_each_window_and_chunk_of_th
 
 
 def test_lists_with_a_value_for_each_layer_keep_a_layer_of_each_kind():
-    lists = dict(layer_types=["a", "a", "b", "b", "a"], no_rope_layers=[1, 0, 0, 1, 1], eos_token_id=[1, 2, 3, 4, 5])
+    a, b = "full_attention", "sliding_attention"
+    lists = dict(layer_types=[a, a, b, b, a], no_rope_layers=[1, 0, 0, 1, 1], eos_token_id=[1, 2, 3, 4, 5])
     fields = shrink(config_of("Llama", num_hidden_layers=5) | lists)
-    assert (fields["layer_types"], fields["no_rope_layers"]) == (["a", "a", "b", "b"], [1, 0, 0, 1])
+    assert (fields["layer_types"], fields["no_rope_layers"]) == ([a, a, b, b], [1, 0, 0, 1])
     assert fields["eos_token_id"] == [1, 2, 3, 4, 5]
 
 
