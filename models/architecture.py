@@ -19,6 +19,7 @@ from models.multiply_adds import (
     attention_multiply_adds,
     indexer_multiply_adds,
     latent_attention_multiply_adds,
+    mlp_multiply_adds,
     recurrent_multiply_adds,
 )
 from parallel.dims import ParallelDims
@@ -230,15 +231,12 @@ class Architecture:
         projections, per_pair = (
             latent_attention_multiply_adds(t) if self.has_latent_attention else attention_multiply_adds(t)
         )
-        matrices = 3 if t["gated_linear_unit"] else 2  # of an MLP
-        expert_width = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0) + (
-            t.get(_SHARED_EXPERTS_WIDTH) or 0
-        )
+        dense, experts = mlp_multiply_adds(t)
         of_block = dict(
             attention=projections,
             recurrent=recurrent_multiply_adds(t) if self.has_recurrent_layers else 0,
-            dense=matrices * width * t["ffn_hidden_size"],
-            moe=matrices * width * expert_width,
+            dense=dense,
+            moe=experts,
         )
         of_indexer, of_index_pair = indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window

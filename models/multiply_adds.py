@@ -49,3 +49,15 @@ def indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return the two numbers of `attention_multiply_adds` for the indexer of a layer with sparse attention."""
     heads, channels = t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"]
     return t["q_lora_rank"] * heads * channels + t["hidden_size"] * (channels + heads), heads * (channels + 1)
+
+
+def mlp_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
+    """Return the multiply-adds per token of an MLP, and of the experts in its place.
+
+    A token is computed by the experts that its router chooses, and by the shared experts. An MLP without a gate has two matrices
+    instead of three.
+    """
+    per_channel = (3 if t["gated_linear_unit"] else 2) * t["hidden_size"]
+    routed = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0)
+    shared = t.get("moe_shared_expert_intermediate_size") or 0
+    return per_channel * t["ffn_hidden_size"], per_channel * (routed + shared)
