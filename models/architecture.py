@@ -419,7 +419,10 @@ class Family:
     @property
     def engine_float32_tensors(self) -> tuple[str, ...]:
         """Suffixes of the Hugging Face tensors whose SGLang parameters have a suffix of `engine_float32`."""
-        return tuple(part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,)))
+        parts = [part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,))]
+        for name, renamed in self.engine_renames.items():
+            parts += [part.removesuffix(renamed) + name for part in parts if part.endswith(renamed)]
+        return tuple(parts)
 
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
         """Whether the Hugging Face tensor `name` belongs to an MTP layer, trained or not."""
