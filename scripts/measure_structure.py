@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
 CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
-    "modules": 299,
+    "modules": 301,
     "modules under 60 lines": 11,
     "modules in the root of mrl": 6,
     "public class names defined twice": 0,

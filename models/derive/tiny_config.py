@@ -168,9 +168,10 @@ def _tiny_layer_kinds(found: dict[str, Any], known: dict[str, Any]) -> dict[str,
         fields["first_k_dense_replace"] = 1
     if known.get("mlp_only_layers"):
         fields["mlp_only_layers"] = [1]
-    if isinstance(kinds := found.get("layer_types"), list):
-        distinct = list(dict.fromkeys(kinds))
-        fields["layer_types"] = [distinct[min(layer, len(distinct) - 1)] for layer in range(NUM_LAYERS)]
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if isinstance(kinds := found.get(name), list):
+            distinct = list(dict.fromkeys(kinds))
+            fields[name] = [distinct[min(layer, len(distinct) - 1)] for layer in range(NUM_LAYERS)]
     if known.get("max_window_layers") is not None:
         fields["max_window_layers"] = NUM_LAYERS // 2
     for name, value in known.items():

@@ -133,7 +133,8 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     if topology.ep > 1 and arch.num_experts % topology.ep:
         pytest.skip("the number of experts is not a multiple of ep")
     shapes = EngineLayout.of(family, arch, topology).param_shapes(topology.tp - 1)
-    exact = sum(prod(s) * (4 if "correction_bias" in param else 2) for param, s in shapes.items())
+    in_float32 = ("correction_bias", ".indexer.k_norm.")
+    exact = sum(prod(s) * (4 if any(part in param for part in in_float32) else 2) for param, s in shapes.items())
     assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
 
 
