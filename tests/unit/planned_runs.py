@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 from published_dense_configs import NEMOTRON_NANO_9B_V2, QWEN, QWEN3_8B, QWEN35_27B, published
-from published_moe_configs import DEEPSEEK_V3, GLM45_AIR, NEMOTRON_3_NANO_30B, QWEN3_30B_A3B, QWEN3_NEXT_80B
+from published_moe_configs import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM45_AIR,
+    GLM_5,
+    NEMOTRON_3_NANO_30B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
+)
 
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
@@ -34,6 +42,8 @@ MODELS = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V32,
+    "GLM-5": GLM_5,
     "GLM-4.5-Air": GLM45_AIR,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B,
     "Qwen3.5-27B": QWEN35_27B,

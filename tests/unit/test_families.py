@@ -380,7 +380,6 @@ def test_a_family_that_cannot_be_loaded_is_explained(tmp_path, reference, messag
 
 def test_the_error_for_an_unknown_architecture_lists_the_known_ones_and_model_family():
     with pytest.raises(
-        ValueError,
-        match=r"'MineForCausalLM' is not supported; known: DeepseekV32ForCausalLM, .*model.family",
+        ValueError, match=r"'MineForCausalLM' is not supported; known: DeepseekV32ForCausalLM, .*model.family"
     ):
         family_of(HFConfig("config.json", dict(architectures=["MineForCausalLM"])))

@@ -40,6 +40,9 @@ def drawn_sizes(draw) -> dict[str, int]:
         kv_lora=draw(st.integers(1, 9)),
         kv_a=draw(st.integers(1, 9)),
         kv_b=4 * draw(st.integers(1, 9)),
+        index_q=draw(st.integers(1, 9)),
+        index_dim=draw(st.integers(1, 9)),
+        index_heads=draw(st.integers(1, 9)),
         o=4 * draw(st.integers(1, 9)),
         tower_hidden=draw(st.integers(1, 5)),  # this and the following sizes belong to vision towers
         **dict(tower_qkv=3, tower_ffn=2, tower_merged=4, tower_positions=3, channels=3, frames=2, patch=2),
