@@ -145,15 +145,23 @@ def test_an_unknown_target_names_the_known_targets(models):
         check_lora(replace(LORA, targets=["c_proj", "q_proj"]), *read(models["qwen3"]))
 
 
-def test_a_tensor_with_several_matrices_has_no_adapter(models):
-    family, arch = read(models["phi3"])
-    with pytest.raises(
-        ValueError, match=r"lora.targets=\[\] with Phi3ForCausalLM: qkv_proj, gate_up_proj cannot have .*; set"
-    ):
+@pytest.mark.parametrize(
+    ("name", "fused", "others"),
+    [
+        ("phi3", ["qkv_proj", "gate_up_proj"], ["o_proj", "down_proj"]),
+        ("glm4", ["gate_up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]),
+    ],
+)
+def test_a_tensor_with_several_matrices_has_no_adapter(models, name, fused, others):
+    family, arch = read(models[name])
+    start = rf"lora.targets=\[\] with {family.architecture}: {', '.join(fused)} cannot have .*; set"
+    with pytest.raises(ValueError, match=start):
         check_lora(LORA, family, arch)
-    with pytest.raises(ValueError, match=r"lora.targets: qkv_proj is not a linear layer .* from o_proj, down_proj"):
-        check_lora(replace(LORA, targets=["qkv_proj", "o_proj"]), family, arch)
-    check_lora(replace(LORA, targets=["o_proj", "down_proj"]), family, arch)
+    with pytest.raises(
+        ValueError, match=rf"lora.targets: {fused[0]} is not a linear layer .* from {', '.join(others)}"
+    ):
+        check_lora(replace(LORA, targets=[fused[0], "o_proj"]), family, arch)
+    check_lora(replace(LORA, targets=others), family, arch)
 
 
 def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(models):
