@@ -31,7 +31,7 @@ LIMITS = {
     "public class names defined twice": 0,
     "lines of the longest function": 80,
     "lines of the longest file": 500,
-    "config leaf keys": 251,
+    "config leaf keys": 253,
     "config leaf keys without a description": 0,
     "functions from the command line to the loss": 59,
     "functions from the optimizer to the engine": 30,
