@@ -84,7 +84,7 @@ def test_a_run_that_does_not_train_the_mtp_layers_exports_them_unchanged(start_m
 
 
 def test_supervised_training_trains_the_mtp_layers(start_mrl, inputs, model, tmp_path):
-    options = ["sft.steps=10", "sft.batch_size=32", f"sft.output={tmp_path / 'out'}"]
+    options = ["sft.steps=10", "sft.batch_size=32", "sft.optim.warmup_steps=0", f"sft.output={tmp_path / 'out'}"]
     task = ["experiment=quickstart", f"data.inputs.folder={inputs}", f"model.path={model}"]
     run = start_mrl("sft", *task, *TRAINED, *options, "parallel.tp=2").finish(400)
     assert run.process.returncode == 0, run.output()

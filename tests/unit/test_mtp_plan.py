@@ -14,7 +14,10 @@ from mrl.config.schema import Config
 from mrl.controller.model_processes import model_spec
 from mrl.controller.plan_models import engine_layout, plan_model
 from mrl.controller.plan_mtp import draft_server_args
+from mrl.controller.supervised_stage import _loss_metrics
+from mrl.core.types import UpdateReport
 from mrl.rollout.engines.server_args import check_synced_args
+from mrl.workers.model_trainers import mtp_metrics
 from parallel.dims import ParallelDims
 
 
@@ -180,3 +183,13 @@ def test_speculative_decoding_needs_one_mtp_layer_in_the_folder(tmp_path, glm):
 def test_other_draft_models_are_refused(name):
     with pytest.raises(ValueError, match=rf"^sglang\.{name}=x: .* from the trainers; remove this argument"):
         check_synced_args({"speculative_algorithm": "EAGLE", name: "x"})
+
+
+def test_the_metric_of_mtp_layers_is_their_mean_loss_per_predicted_token():
+    reports = [
+        UpdateReport({"weight": 1.0, "loss": 7.0, "mtp_nll": 6.0, "mtp_tokens": 3.0}),
+        UpdateReport({"weight": 1.0, "loss": 7.0, "mtp_nll": 2.0, "mtp_tokens": 1.0}),
+    ]
+    assert mtp_metrics(reports) == {"loss/mtp": 2.0}
+    assert _loss_metrics(reports[0]) == {"loss/mtp": 2.0}
+    assert mtp_metrics([UpdateReport({"weight": 1.0, "mtp_tokens": 0.0})]) == {} == mtp_metrics([UpdateReport()])
