@@ -93,8 +93,12 @@ def class_defaults(cls: type[PreTrainedConfig]) -> dict[str, Any]:
 
 def build_config(found: dict[str, Any], **changes: Any) -> PreTrainedConfig:
     """Return the config of transformers with these fields; `changes` replaces some of them."""
-    arguments = {name: value for name, value in (found | changes).items() if name not in _NOT_ARGUMENTS}
-    return config_class(found)(**json.loads(json.dumps(arguments)), architectures=found["architectures"])
+    cls, given = config_class(found), found | changes
+    arguments = {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
+    decoded = cls._decode_special_floats(
+        json.loads(json.dumps(arguments))
+    )  # config.json has objects in place of infinity
+    return cls(**decoded, architectures=found["architectures"])
 
 
 def written_fields(found: dict[str, Any]) -> dict[str, Any]:

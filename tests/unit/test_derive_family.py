@@ -300,7 +300,6 @@ BY_HAND = [
     "glm_moe_dsa",
     "gpt_oss",
     "minimax_m2",
-    "nemotron_h",
     "olmo2",
     "olmo3",
     "phi3",
@@ -312,7 +311,14 @@ SAME_CLASS = {name: [other for other in TINY if TINY[other][0] == TINY[name][0]]
 
 
 def test_every_family_is_derived_here_or_written_by_hand():
-    assert {TINY[name][0] for name in [*FAMILY_NAMES, *BY_HAND]} == {prefix for prefix, _ in TINY.values()}
+    assert {TINY[name][0] for name in [*FAMILY_NAMES, *BY_HAND, "nemotron_h"]} == {
+        prefix for prefix, _ in TINY.values()
+    }
+
+
+def test_a_config_without_a_number_of_layers_is_refused():
+    with pytest.raises(ValueError, match=r"NemotronHForCausalLM: its config has no number in num_hidden_layers"):
+        propose(tiny("nemotron_h"))
 
 
 @pytest.mark.extended_except("olmo2")
