@@ -73,6 +73,16 @@ FIELDS_SET_BY_MRL = frozenset(
         "dsa_indexer_topk",
         "dsa_indexer_rope_interleaved",
         "no_rope_freq",
+        # mrl has its own sparse attention, which ignores the other fields of Megatron's
+        "dsa_indexer_topk_freq",
+        "dsa_indexer_skip_topk_offset",
+        "dsa_indexer_loss_coeff",
+        "dsa_indexer_use_sparse_loss",
+        "dsa_indexer_rotate_activation",
+        "dsa_indexer_scoring_relu",
+        "dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_k_norm_fp32",
+        "dsa_kernel_backend",
     ]
 )
 """Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""

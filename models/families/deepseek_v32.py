@@ -11,7 +11,6 @@ uses 1e-6. The published configs of GLM-5 have 1e-5.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping
@@ -20,26 +19,30 @@ from models.families.decoder_blocks import DENSE_MLP, EMBEDDINGS, SIGMOID_ROUTED
 from models.families.deepseek_v3 import DEEPSEEK_V3, LATENT_ATTENTION
 from models.hf_config import HFConfig
 
-_INDEXER, _HF_INDEXER = (
-    "decoder.layers.{layer}.self_attention.core_attention.indexer",
-    "model.layers.{layer}.self_attn.indexer",
-)
-# Values of indexer_types: the layer has an indexer, or it uses the keys of an earlier layer
+_INDEXER = "decoder.layers.{layer}.self_attention.core_attention.indexer"
+_HF_INDEXER = "model.layers.{layer}.self_attn.indexer"
+# values of indexer_types: the layer has an indexer, or it uses the keys that an earlier layer has chosen
 _FULL, _SHARED = "full", "shared"
-_ROW: dict[str, Any] = dict(present_in="indexer_layers", is_frozen=True)
-# index_q: queries of all heads of the indexer; index_dim: its only key; index_heads: number of its heads
+
+
+def _row(name: str, *shape: str, is_buffer: bool = False) -> ParamMapping:
+    return ParamMapping(
+        f"{_INDEXER}.{name}",
+        (f"{_HF_INDEXER}.{name}",),
+        (shape,),
+        present_in="indexer_layers",
+        is_buffer=is_buffer,
+        is_frozen=True,
+    )
+
+
+# Symbols in the shapes: queries of all heads of the indexer (index_q), its key (index_dim), number of its heads (index_heads)
 INDEXER = (
-    ParamMapping(f"{_INDEXER}.wq_b.weight", (f"{_HF_INDEXER}.wq_b.weight",), (("index_q", "q_lora"),), **_ROW),
-    ParamMapping(f"{_INDEXER}.wk.weight", (f"{_HF_INDEXER}.wk.weight",), (("index_dim", "hidden"),), **_ROW),
-    ParamMapping(
-        f"{_INDEXER}.weights_proj.weight", (f"{_HF_INDEXER}.weights_proj.weight",), (("index_heads", "hidden"),), **_ROW
-    ),
-    *(
-        ParamMapping(
-            f"{_INDEXER}.k_norm.{name}", (f"{_HF_INDEXER}.k_norm.{name}",), (("index_dim",),), is_buffer=True, **_ROW
-        )
-        for name in ("weight", "bias")
-    ),
+    _row("wq_b.weight", "index_q", "q_lora"),
+    _row("wk.weight", "index_dim", "hidden"),
+    _row("weights_proj.weight", "index_heads", "hidden"),
+    _row("k_norm.weight", "index_dim", is_buffer=True),
+    _row("k_norm.bias", "index_dim", is_buffer=True),
 )
 TABLE = (*EMBEDDINGS, *LATENT_ATTENTION, *INDEXER, *DENSE_MLP, *SIGMOID_ROUTED_MOE)
 
