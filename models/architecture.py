@@ -322,7 +322,9 @@ class Family:
     def count_mtp_layers(self, config: HFConfig, key: str) -> int:
         """Return the number of MTP layers of the model. Raises ValueError, which names `key`, if mrl cannot use them."""
         if self.mtp is None:
-            raise ValueError(f"{key}: mrl does not know MTP layers of {self.architecture}; leave the key out.")
+            raise ValueError(
+                f"{key}: mrl cannot train the MTP layers of {self.architecture}, nor draft with them; leave the key out."
+            )
         found = [config.fields[name] for name in self.mtp.count_fields if config.fields.get(name) is not None]
         count = found[0] if found else self.mtp.default_count
         limit = self.mtp.max_count

@@ -300,7 +300,7 @@ def _layer_spec(
 
 
 def _full_attention(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> ModuleSpec:
-    """Return the spec of attention to all earlier tokens."""
+    """Return the spec of attention without a sliding window: grouped-query, latent or sparse attention."""
     provider = spec_provider()
     if arch.has_latent_attention:
         return _latent_attention(provider, arch)

@@ -103,7 +103,8 @@ class PackedSequences(PackedSeqParams):
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
     # index of a layer with an indexer -> the keys that it has chosen, see parallel.sparse_attention. Only for layers whose choice
-    # the next layer reads, and only until the last reader has read it.
+    # the next layer reads, and only until the last reader has read it or, in training,
+    # until the backward pass of the layer that has chosen.
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     # [MTP layers, L] token 1, 2, ... after each token in its sequence, 0 after the end; None: MTP layers do not compute
     later_tokens: Tensor | None = None

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): each token attends to a limited number of keys.
 
-A lightning indexer scores all earlier tokens of a sequence, and the token attends only to the keys of the `topk` tokens with the
-best scores, itself included if it is one of them. The index score of key s for the query of token t is
+A lightning indexer scores a token and all tokens before it in the sequence, and the token attends only to the `topk` keys with the
+best scores. The index score of key s for the query of token t is
 
     I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s])     (equation 1)
 
@@ -62,7 +62,7 @@ class LightningIndexer(torch.nn.Module):
     """Chooses the keys to which each token attends. Every tensor-parallel rank computes all heads of the indexer.
 
     The ranks gather the compressed queries [L, q_lora_rank], the keys [L, c] and the weights of the heads [L, h], so that each
-    rank chooses the keys for all L queries. The queries of all heads would be larger.
+    rank chooses the keys for all L queries. Gathering the queries of all heads would send more data.
     """
 
     def __init__(self, config: MLATransformerConfig, rotary: AmplifiedRotaryEmbedding) -> None:
@@ -213,8 +213,8 @@ class SparseAttention(PackedAttention):
     def _choose(self, x: Tensor, qr: Tensor, pack: PackedSequences, query: Tensor) -> list[Tensor | None]:
         """Choose the keys, and keep them for the layers that also use them.
 
-        The backward pass of this layer is after those of the other layers, also if layers are recomputed. Then the keys are
-        dropped.
+        They are dropped in the backward pass of this layer, which comes after those of the layers that read them, also with
+        recomputation.
         """
         assert self.indexer is not None, "this layer chooses the keys"
         masks = self.indexer(x.flatten(0, 1), qr, pack, self.tp_group, self.cp_group)

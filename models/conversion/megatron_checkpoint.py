@@ -3,8 +3,8 @@
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
 chunks. The keys are the Megatron names in the family's table, with three exceptions. If a model has no experts, its layers are
 stacked: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
-same way. The decoder layer of an MTP layer has another name. A stored tensor has the shape that it has in a single process. Only
-a tensor with one row per token of the vocabulary may have padding rows, at the end.
+same way. In an MTP layer, the keys have `transformer_layer` in place of `mtp_model_layer`. A stored tensor has the shape that it
+has in a single process. Only a tensor with one row per token of the vocabulary may have padding rows, at the end.
 """
 
 import io
@@ -40,10 +40,7 @@ from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_ch
 from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_MTP_DECODER = (
-    ".mtp_model_layer.",
-    ".transformer_layer.",
-)  # names of an MTP layer's decoder layer: in the model, in a key
+_MTP_DECODER = (".mtp_model_layer.", ".transformer_layer.")  # the decoder layer of an MTP layer: in the model, in a key
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 # keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")

@@ -24,7 +24,7 @@ _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 class MtpNames:
     """Hugging Face names of the tensors of MTP layers.
 
-    {number} is the index of the MTP layer after all decoder layers, and {depth} is its index among the MTP layers.
+    {depth} is the index of the MTP layer among the MTP layers, from 0, and {number} is the number of decoder layers plus {depth}.
     """
 
     layer: str  # the decoder layer

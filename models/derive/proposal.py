@@ -183,9 +183,9 @@ def _rope_arguments(proposal: Proposal) -> list[str]:
 
 
 def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
-    """Return the numbers in `rope_parameters` that are no field of mrl's rotary embedding of this kind.
+    """Return the names of the numbers in `rope_parameters` that mrl's rotary embedding of this kind does not have.
 
-    If another value changes the logits, and the field is not one of the factors of the queries, it is a problem.
+    Adds a problem for each of them whose value changes the logits, unless it scales the queries.
     """
     parameters = proposal.tiny.get("rope_parameters") or {}
     kind = ROPE_TYPES.get(parameters.get("rope_type", parameters.get("type", "default")))

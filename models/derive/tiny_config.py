@@ -95,9 +95,8 @@ def build_config(found: dict[str, Any], **changes: Any) -> PreTrainedConfig:
     """Return the config of transformers with these fields; `changes` replaces some of them."""
     cls, given = config_class(found), found | changes
     arguments = {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
-    decoded = cls._decode_special_floats(
-        json.loads(json.dumps(arguments))
-    )  # config.json has objects in place of infinity
+    # config.json has objects in place of infinity
+    decoded = cls._decode_special_floats(json.loads(json.dumps(arguments)))
     return cls(**decoded, architectures=found["architectures"])
 
 

@@ -131,7 +131,7 @@ def prompt_length(config: Config) -> tuple[int, str]:
     if plan.prompt_tokens:
         return plan.prompt_tokens, "plan.prompt_tokens"
     if all(Path(file).exists() for file in [*data.train, Path(config.model.path) / "tokenizer.json"]) and data.train:
-        hf = HFConfig.load(config.model.path, config.model.family)
+        hf = HFConfig.load(config.model.path, config.model.family, config.model.train_mtp)
         images = ImagePrompts.of(config.model.path, family_of(hf).read(hf).vision)
         sources, chat = train_sources(data), chat_template(config)
         mean = mean_prompt_tokens(sources, config.model.path, chat, MEASURED_ROWS, images)
@@ -186,7 +186,7 @@ def make_search(config: Config) -> LayoutSearch:
             f"roles.{next(iter(roles))}: mrl plan search counts neither the GPUs nor the memory and seconds of the models in "
             "`roles`, only of actor, critic and engines; compare settings of this run with mrl plan memory."
         )
-    hf = HFConfig.load(config.model.path, config.model.family)
+    hf = HFConfig.load(config.model.path, config.model.family, config.model.train_mtp)
     family = family_of(hf)
     arch = family.read(hf)
     shape = model_shape(config, hf, arch)

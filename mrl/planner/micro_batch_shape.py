@@ -8,9 +8,8 @@ from typing import Any
 
 from parallel.dims import ParallelDims
 
-SCALED_NUMBERS = (
-    32  # FP8 numbers with one byte of scales: one byte for 32 numbers in mxfp8, four bytes for 128 in blockwise
-)
+# FP8 numbers for each byte of scales: mxfp8 has one byte for 32 numbers, blockwise four bytes for 128
+NUMBERS_PER_SCALE_BYTE = 32
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class MicroBatchShape:
         """Return the bytes of the saved input of a matrix. `numel`: number of elements of an input that only the matrix saves."""
         if not self.fp8:
             return numel * self.itemsize
-        return numel + (0 if self.fp8 == "tensorwise" else -(-numel // SCALED_NUMBERS))
+        return numel + (0 if self.fp8 == "tensorwise" else -(-numel // NUMBERS_PER_SCALE_BYTE))
 
     def expert_rows(self, topk: int) -> int:
         """Return the number of rows that reach the rank's experts if the router chooses `topk` experts for each token."""

@@ -8,7 +8,7 @@ from typing import Literal
 from models.architecture import VISION_PREFIX, Architecture
 from models.conversion.mapping import ParamMapping, VocabMapping
 
-FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4  # bytes of one element
 ParameterLocation = Literal["first", "layer", "expert", "last"]
 """Location of a parameter in the model.
 
@@ -107,6 +107,7 @@ def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
 
 
 def parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
+    """Return the shape of the Megatron parameter of a row of the conversion table."""
     shapes = list(row.hf_shapes(arch.sizes).values())
     name = row.megatron.removeprefix("decoder.layers.{layer}.")
     location: ParameterLocation = "expert" if "{expert}" in name else "layer"

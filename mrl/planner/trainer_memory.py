@@ -23,12 +23,12 @@ from mrl.planner.activation_bytes import (
 )
 from mrl.planner.micro_batch_shape import GPU_KERNELS, Kernels, MicroBatchShape, Recompute
 from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
+from mrl.planner.parameter_shape import FLOAT32_BYTES
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 from parallel.trainer_config import MERGED_ELEMENTS
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
-FLOAT32_BYTES = 4  # bytes of a logit, and of one element of a gradient that is summed in float32
 MXFP8_GROUP = 32  # numbers with one scale of one byte
 
 

@@ -155,7 +155,7 @@ class TrainerTime:
             2 * expert * expert_tokens / cluster.expert_flops_per_s,
             WEIGHT_BYTES * local_experts / cluster.hbm_bytes_per_s,
         )
-        # two gathers for each block; only the shared experts of a layer with experts are split as other matrices
+        # two gathers for each block, except for routed experts, which are not split over tensor-parallel ranks
         gathers = 2 * shape.blocks_per_layer * dense + 2 * (shape.blocks_per_layer - 1 + (shape.shared_ffn > 0)) * moe
         return dict(
             matmul=np.maximum(

@@ -256,8 +256,8 @@ class WandbSink(ThreadedSink):
     def _first_unsure_step(self) -> int:
         """Return the step after the last step that wandb has.
 
-        Offline, wandb does not know the steps of earlier processes. They are in the files of these processes, except the last
-        ones of a process that was killed: nothing if it was killed in wandb.init, and later less than a block.
+        Offline, wandb does not know the steps of earlier processes, but their files contain them. The file of a killed process
+        lacks its last steps (less than one block), or has no steps if the process was killed in wandb.init.
         """
         if wandb_mode() == "online":
             return self._wandb_run.step
@@ -452,7 +452,7 @@ def _with_check(text: str) -> str:
 
 
 def _recorded_steps(file: Path) -> Iterator[int]:
-    """Yield the steps whose metrics are in an offline file of wandb (0.31), which consists of blocks as a log of LevelDB.
+    """Yield the steps whose metrics are in an offline file of wandb (0.31), which has the block format of a LevelDB log.
 
     A block contains chunks of records. A chunk begins with a checksum (4 bytes), its length (2) and its kind (1). wandb writes
     only whole blocks until the run ends, so the last record of the file may be incomplete.

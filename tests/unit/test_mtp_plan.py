@@ -89,8 +89,8 @@ def test_a_second_model_has_no_mtp_layers(glm):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("qwen3", {}, "mrl does not know MTP layers of Qwen3ForCausalLM; leave the key out"),
-        ("minimax_m2", {}, "mrl does not know MTP layers of MiniMaxM2ForCausalLM"),
+        ("qwen3", {}, "mrl cannot train the MTP layers of Qwen3ForCausalLM, nor draft with them; leave the key out"),
+        ("minimax_m2", {}, "mrl cannot train the MTP layers of MiniMaxM2ForCausalLM"),
         ("glm4_moe", dict(num_nextn_predict_layers=0), "says that the model has 0 MTP layers .*expected 1 or more"),
         ("qwen3_5", dict(mtp_num_hidden_layers=2), "says that the model has 2 MTP layers .*expected 1 to 1"),
     ],
@@ -175,7 +175,7 @@ def test_speculative_decoding_needs_one_mtp_layer_in_the_folder(tmp_path, glm):
     add_mtp_layers(folder, 2)
     with pytest.raises(ValueError, match=r"the model has 2 MTP layers, but SGLang 0.5.23 drafts with one"):
         plan_engines(folder)
-    with pytest.raises(ValueError, match=r"=EAGLE: mrl does not know MTP layers of Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match=r"=EAGLE: mrl cannot train the MTP layers of Qwen3ForCausalLM"):
         plan_engines(make_family("qwen3", tmp_path / "qwen3"))
 
 
