@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): each token attends to a limited number of keys.
 
-A lightning indexer scores a token and all tokens before it in the sequence, and the token attends only to the `topk` keys with the
-best scores. The index score of key s for the query of token t is
+A lightning indexer scores a token and all tokens before it in the sequence, and the token attends only to the `topk` keys with
+the best scores. The index score of key s for the query of token t is
 
     I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s])     (equation 1)
 

@@ -90,8 +90,8 @@ def to_hf(
     """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
     All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. MTP
-    layers that the checkpoint does not have are copied from the folder of `config`, if it has weights, in their own dtype. If a conversion was
-    interrupted, a second call resumes it.
+    layers that the checkpoint does not have are copied from the folder of `config`, if it has weights, in their own dtype. If a
+    conversion was interrupted, a second call resumes it.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted

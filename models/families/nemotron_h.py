@@ -1,7 +1,7 @@
 """Nemotron-H: each layer has one block after one norm: Mamba-2, attention without a rotary embedding, an MLP, or experts.
 
 MLPs and experts have no gate, and their activation function is the square of ReLU. Layers with experts have sigmoid routing
-(decoder_blocks.py explains it) and a shared expert. Layers for multi-token prediction are not trained; exports copy them unchanged.
+(decoder_blocks.py explains it) and a shared expert. MTP layers are not trained; exports copy them unchanged.
 """
 
 import math
