@@ -145,7 +145,8 @@ def indexer_working_bytes(shape: ModelShape, batch: MicroBatchShape) -> int:
     """Return the temporary bytes of an indexer while it chooses keys: products of all heads for a block of queries.
 
     If some layers have no indexer, the result also includes one boolean mask, which they read. A training step keeps such a mask
-    for each indexer whose keys a later layer reads; the others are not counted. Nor are the scores, which are summed over the heads.
+    for each indexer whose keys a later layer reads; the others are not counted. Scores, which are summed over the heads, are not
+    counted either.
     """
     if not shape.indexer or batch.longest_sequence <= shape.indexer.topk:
         return 0
