@@ -33,6 +33,8 @@ STEPS = [
     *[(kind, d) for kind in ("moe", "mixtral", "glm", "deepseek") for d in (ONE, *MOE)],
     *[(kind, d) for kind in ("sparse", "shared_sparse") for d in (ONE, *layouts("tp2", "tp2 ep2 etp1"))],
     *[("gpt_oss", d) for d in (ONE, *layouts("tp2", "cp2", "dp2 ep2", "dp2 etp2", "tp2 ep2 etp1"))],
+    *[("mamba_moe", d) for d in (ONE, *layouts("tp2", "cp2", "pp2", "dp2 ep2", "tp2 ep2 etp1"))],
+    *[("mamba", d) for d in (ONE, *layouts("tp2 pp2"))],
     *[("tied", d) for d in layouts("pp2", "tp2")],
     *[("critic", d) for d in layouts("tp2")],
 ]
