@@ -118,7 +118,9 @@ def test_a_layer_keeps_the_planned_bytes(run_ranks, tmp_path, name):
     real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(), {})
     # attention mask of the second layer, which has a window; only CPU kernels keep it
     mask = 64 * 64 * 4 if name == "olmo3" else 0
-    assert planned + mask + one_chunk(name) + of_sinks(name) == pytest.approx(real, rel=TOLERANCE)
+    # the plan counts rotated queries and keys in every layer, but one layer of SmolLM3 has no RoPE
+    rotated = 64 * (4 + 2) * 16 * 4 if name == "smollm3" else 0
+    assert planned - rotated + mask + one_chunk(name) + of_sinks(name) == pytest.approx(real, rel=TOLERANCE)
 
 
 def of_sinks(name: str) -> int:
