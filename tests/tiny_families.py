@@ -174,6 +174,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", NO_TOKENS | dict(head_dim=16)),
     "glm4_plain": ("Glm4", NO_TOKENS | dict(head_dim=16, attention_bias=False, tie_word_embeddings=True)),
     "ministral3": ("Ministral3", NO_TOKENS | dict(head_dim=16, rope_parameters=MINISTRAL_ROPE)),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        RECURRENT
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20),
+    ),
     "smollm3": ("SmolLM3", NO_TOKENS | dict(no_rope_layer_interval=2, mlp_bias=True)),
     "smollm3_biased": (  # without RoPE, the gradient of the biases of keys would be zero
         "SmolLM3",
@@ -184,10 +189,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_class(prefix: str) -> Any:
-    """Return the config class of a language model. The classes Gemma3Config and Qwen3_5Config are for models with images."""
+    """Return the config class of a language model. Without "Text", those of Gemma 3 and Qwen3.5 are for models with images."""
     import transformers
 
-    return getattr(transformers, f"{prefix}{'Text' * (prefix in ('Gemma3', 'Qwen3_5'))}Config")
+    return getattr(transformers, f"{prefix}{'Text' * (prefix in ('Gemma3', 'Qwen3_5', 'Qwen3_5Moe'))}Config")
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-_IMPORT = re.compile(r"^from (sglang\.srt\.models\.[\w.]+) import", re.MULTILINE)
+_IMPORT = re.compile(r"^from sglang\.srt\.models(?:\.([\w.]+) import| import (\w+)$)", re.MULTILINE)
 _LATENT_FUSION = ("fused_qkv_a_proj_with_mqa", ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
@@ -68,7 +68,7 @@ def _models_folder() -> Path | None:
 
 
 def _imported(text: str, folder: Path) -> list[Path]:
-    names = [name.removeprefix("sglang.srt.models.") for name in _IMPORT.findall(text)]
+    names = [name or module for name, module in _IMPORT.findall(text)]
     paths = [folder / f"{name.replace('.', '/')}.py" for name in dict.fromkeys(names)]
     return [path for path in paths if path.is_file() and path.name != "utils.py"]
 
@@ -83,7 +83,7 @@ def _stacked(text: str) -> dict[str, tuple[str, ...]]:
         if name == "stacked_params_mapping":
             found: dict[str, tuple[str, ...]] = {}
             for entry in node.value.elts:
-                fused, part = (str(value).lstrip(".") for value in ast.literal_eval(entry)[:2])
+                fused, part = (str(value).strip(".") for value in ast.literal_eval(entry)[:2])
                 found[fused] = (*found.get(fused, ()), part)
             return found
     return {}

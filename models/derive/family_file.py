@@ -7,8 +7,13 @@ from typing import Any
 
 from models.derive.rows import Rows, format_call
 
-# block -> module from which a family file imports it; the blocks in _BLOCKS are in decoder_blocks
-_BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
+# module -> blocks that a family file imports from it; the blocks in _BLOCKS are in decoder_blocks
+_BLOCK_MODULES = {
+    "models.families.deepseek_v3": ("LATENT_ATTENTION",),
+    "models.families.qwen3_next": (
+        *("GATED_ATTENTION", "GATED_DELTA_NET", "RECURRENT_ENGINE", "SHARED_EXPERT", "read_recurrent_decoder"),
+    ),
+}
 _MAPPINGS = ("GatedMLPMapping", "ParamMapping", "QKVMapping", "VocabMapping")
 _BLOCKS = (
     *(
@@ -78,6 +83,7 @@ class FamilyPlan:
     summary: str = ""  # first line of the docstring
     parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
     is_latent: bool = False
+    is_recurrent: bool = False  # whether some layers have a gated delta net
     # whether a config may name layers without full attention, which `translate` must refuse by check_full_attention
     must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
@@ -110,7 +116,7 @@ class FamilyPlan:
         if mappings := used(_MAPPINGS):
             lines.append(f"from models.conversion.mapping import {', '.join(mappings)}")
         lines.append(_import("models.families.decoder_blocks", used(_BLOCKS)))
-        lines += [_import(module, [name]) for name, module in _BLOCK_MODULES.items() if name in body]
+        lines += [_import(module, used(names)) for module, names in _BLOCK_MODULES.items() if used(names)]
         lines.append("from models.hf_config import HFConfig")
         if self.is_latent:
             lines.append("from parallel.rope import YarnRope")
@@ -132,7 +138,8 @@ class FamilyPlan:
             lines.append('    num_layers = config["num_hidden_layers"]')
         if any("(head_dim" in argument for argument in arguments):
             lines.append('    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]')
-        start = "    arch = read_decoder(" if self.is_latent or self.architecture_fields else "    return read_decoder("
+        reader = "read_recurrent_decoder" if self.is_recurrent else "read_decoder"
+        start = f"    arch = {reader}(" if self.is_latent or self.architecture_fields else f"    return {reader}("
         lines.append(format_call(start, arguments, ")"))
         if self.architecture_fields:
             lines.append(format_call("    return replace(arch, ", self.architecture_fields, ")"))
@@ -157,7 +164,9 @@ class FamilyPlan:
         lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]
         lines += [f"    table=(\n{table}    ),", f"    engine_fusions={fusions},"]
         lines.append(format_call("    defaults=dict(", _keywords(self.defaults), "),"))
-        if self.unsupported_parts:
+        if self.is_recurrent:
+            lines.append("    **RECURRENT_ENGINE,")
+        elif self.unsupported_parts:
             lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")
         if not self.engine_is_native:
             lines.append("    engine_is_native=False,")

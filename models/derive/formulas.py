@@ -50,6 +50,9 @@ class AttentionOptions:
     scaling: QueryScaling | None = None  # factors of the queries; None: 1
     norm: str = "none"  # norm of queries and keys: none, before (the rotary embedding), after, whole (over all heads)
     plus_one: bool = False  # whether these norms multiply by 1 + weight
+    is_gated: bool = (
+        False  # whether the output is multiplied by the sigmoid of a gate, which belongs to the matrix of the queries
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:

@@ -87,8 +87,9 @@ def match_attention(
         return None
     for out, q, k, v in permutations(matrices):
         shapes = [tensors[name].shape for name in (out, q, k, v)]
-        fits = shapes[0] == (hidden, shapes[1][0]) and shapes[1][1] == shapes[2][1] == hidden and shapes[2] == shapes[3]
-        if not fits or shapes[1][0] % heads or shapes[2][0] % (shapes[1][0] // heads):
+        rows = shapes[0][1]  # components of the queries of all heads; a matrix with a gate has twice as many rows
+        fits = shapes[0][0] == hidden and shapes[1] in ((rows, hidden), (2 * rows, hidden)) and shapes[2] == shapes[3]
+        if not fits or shapes[2][1] != hidden or rows % heads or shapes[2][0] % (rows // heads):
             continue
         probe = _AttentionProbe(tensors, call, fields, heads, rotary, dict(q=q, k=k, v=v, o=out))
         if match := probe.run():
@@ -110,7 +111,12 @@ class _AttentionProbe:
     @property
     def size(self) -> int:
         """Size of a head."""
-        return self.tensors[self.slots["q"]].shape[0] // self.heads
+        return self.tensors[self.slots["o"]].shape[1] // self.heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the matrix of the queries also has the rows of a gate: in each head, first the query and then the gate."""
+        return self.tensors[self.slots["q"]].shape[0] == 2 * self.heads * self.size
 
     def run(self) -> Match | None:
         """Return the first variant that gives the recorded output."""
@@ -147,7 +153,7 @@ class _AttentionProbe:
             orders,
             ("half", "interleaved", "none") if self.rotary else ("none",),
         ):
-            yield AttentionOptions(rope, scale, w, c, query, order, plus_one)
+            yield AttentionOptions(rope, scale, w, c, query, order, plus_one, self.is_gated)
 
     def _norms_and_sinks(self) -> Iterator[tuple[dict[str, str], str | None]]:
         """Yield the ways to use the vectors that are not biases of the matrices: (slots of the two norms, name of the sinks)."""
@@ -178,7 +184,10 @@ class _AttentionProbe:
             return rms_norm(states, self.tensors[name], eps, options.plus_one)
 
         def project(slot: str) -> Tensor:
-            states = normalize(self._linear(slot, self.call.x), slot, "whole")
+            states = self._linear(slot, self.call.x)
+            if slot == "q" and self.is_gated:
+                states = states.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2)
+            states = normalize(states, slot, "whole")
             states = normalize(states.unflatten(-1, (-1, self.size)), slot, "before")
             if slot != "v" and cos_sin is not None:
                 states = rotate(states, *cos_sin, options.rope)
@@ -187,7 +196,11 @@ class _AttentionProbe:
             return normalize(states, slot, "after")
 
         bias = self.tensors[sinks] if sinks else None
-        return self._linear("o", attend(project("q"), project("k"), project("v"), options, bias))
+        output = attend(project("q"), project("k"), project("v"), options, bias)
+        if self.is_gated:
+            gate = self._linear("q", self.call.x).unflatten(-1, (self.heads, -1))[..., self.size :]
+            output = output * gate.flatten(-2).sigmoid()
+        return self._linear("o", output)
 
     def _linear(self, slot: str, x: Tensor) -> Tensor:
         return x @ self.tensors[self.slots[slot]].T + _bias(self.tensors, self.slots[slot])
@@ -356,6 +369,11 @@ def _shared_outputs(shared: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[d
     """Yield the possible slots of the shared experts, with their output [T, H]."""
     if not shared:
         yield {}, torch.zeros(())
+    gates = [name for name, tensor in shared.items() if tuple(tensor.shape) == (1, x.shape[-1])]
+    if len(gates) == 1:
+        others = {name: tensor for name, tensor in shared.items() if name not in gates}
+        for slots, output in _shared_outputs(others, x) if others else ():
+            yield slots | dict(shared_gate=gates[0]), output * (x @ shared[gates[0]].T).sigmoid()
     if len(shared) != 3:
         return
     for names in permutations(shared):

@@ -40,6 +40,7 @@ from models.derive.variants import (
 )
 from models.families import load_family
 from models.families.decoder_blocks import DEFAULTS, FULL_ATTENTION_DEFAULTS, SIGMOID_ROUTED_MOE_DEFAULTS
+from models.families.qwen3_next import RECURRENT_DEFAULTS
 from models.hf_config import IGNORED_FIELDS, HFConfig
 from parallel.rope import ROPE_TYPES
 
@@ -140,12 +141,18 @@ def _plan_table(proposal: Proposal) -> None:
         proposal.problems.append(
             "attention: norms of queries and keys over all heads together, but not in all variants"
         )
+    if "shared_gate" in slots.get("moe", {}):
+        conditions.pop("shared_experts")
     if "shared_experts" in conditions:
         plan.parts["shared_experts"] = 'config["n_shared_experts"]'
     plan.row_groups = table_groups(slots, optional_qk_norms=qk_norms.field is not None)
     if "after_attention" in slots.get("norms", {}):
         plan.parts["post_norms"] = "True"
+    if variants[0].structure.is_zero_centered:
+        plan.arguments.append("layernorm_zero_centered_gamma=True")
     plan.arguments += LATENT_ARGUMENTS if plan.is_latent else _rope_arguments(proposal)
+    if "recurrent" in slots:  # the reader of these families sets all this
+        plan.is_recurrent, plan.arguments, plan.parts, plan.architecture_fields = True, [], {}, []
     if "moe" in slots:
         plan.arguments += _moe_arguments(proposal)
     known = known_fields(proposal.tiny)
@@ -226,12 +233,19 @@ def _moe_arguments(proposal: Proposal) -> list[str]:
     count = f"config.any_spelling({', '.join(f'{chr(34)}{n}{chr(34)}' for n in counts)})"
     width = "moe_intermediate_size" if known.get("moe_intermediate_size") else "intermediate_size"
     pre_softmax = f"not {normalized.code()}" if normalized.field else str(not normalized.always)
+    gated = [
+        'moe_shared_expert_intermediate_size=config["shared_expert_intermediate_size"]',
+        "moe_shared_expert_gate=True",
+    ]
+    if "shared_gate" in match.slots:
+        proposal.plan.parts["shared_experts"] = "True"
     return [
         f"num_moe_experts={count if 'n_routed_experts' not in known else 'config[' + repr('n_routed_experts') + ']'}",
         f'moe_ffn_hidden_size=config["{width}"]',
         f"moe_layer_freq={layers}",
         'moe_router_topk=config["num_experts_per_tok"]',
         f"moe_router_pre_softmax={pre_softmax}",
+        *(gated if "shared_gate" in match.slots else []),
     ]
 
 
@@ -251,7 +265,7 @@ def _plan_engine(proposal: Proposal) -> None:
         plan.fusions = source.fusions({name for row in rows for name in row.hf})
     cls = AutoModelForCausalLM._model_mapping[config_class(proposal.config_fields)]
     ignored = cls._keys_to_ignore_on_load_unexpected or ()
-    plan.has_mtp_layers = any(re.match(r"(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)
+    plan.has_mtp_layers = any(re.match(r"\^?mtp|(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)
 
 
 def _plan_fields(proposal: Proposal) -> None:
@@ -261,6 +275,8 @@ def _plan_fields(proposal: Proposal) -> None:
     """
     plan, cls = proposal.plan, config_class(proposal.config_fields)
     available = DEFAULTS | FULL_ATTENTION_DEFAULTS | SIGMOID_ROUTED_MOE_DEFAULTS | dict(head_dim=None, qk_head_dim=None)
+    if plan.is_recurrent:
+        available |= RECURRENT_DEFAULTS
     available |= {name: value for name, value in class_defaults(cls).items() if name not in SIZE_FIELDS}
     available |= rope_defaults(cls)
     plan.defaults = available

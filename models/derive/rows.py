@@ -12,6 +12,7 @@ from models.derive.structure import Structure
 from models.families import decoder_blocks
 from models.families.decoder_blocks import moe_mlp
 from models.families.deepseek_v3 import LATENT_ATTENTION
+from models.families.qwen3_next import GATED_ATTENTION, GATED_DELTA_NET, SHARED_EXPERT
 
 _LAYER = "decoder.layers.{layer}"
 _ATTENTION, _MLP = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
@@ -57,7 +58,9 @@ def table_groups(slots: dict[str, dict[str, str]], optional_qk_norms: bool) -> l
     """Return (code, rows) of each group, in the order of the table. The code is the name of a block, or that of the rows."""
     norms = slots.get("norms", {})
     groups: list[tuple[str, Rows]] = [_named("EMBEDDINGS", _embeddings(slots["top"]))]
-    if "attention" in slots:
+    if "recurrent" in slots:
+        groups += _recurrent_groups(slots)
+    elif "attention" in slots:
         groups += _attention_groups(slots["attention"], norms["attention_norm"], optional_qk_norms)
     if "latent_attention" in slots:
         groups.append(_named("LATENT_ATTENTION", _latent(slots["latent_attention"], norms["attention_norm"])))
@@ -130,6 +133,20 @@ def _attention_groups(slots: dict[str, str], norm: str, optional_qk_norms: bool)
     return groups
 
 
+def _recurrent_groups(slots: dict[str, dict[str, str]]) -> list[tuple[str, Rows]]:
+    """Return the blocks of gated delta nets and of gated attention. Raises ValueError if a tensor has another name."""
+    groups: list[tuple[str, Rows]] = []
+    for kind, (block, rows) in {
+        "attention": ("*GATED_ATTENTION", GATED_ATTENTION),
+        "recurrent": ("*GATED_DELTA_NET", GATED_DELTA_NET),
+    }.items():
+        known = {name for row in rows for name in row.hf}
+        if unknown := sorted(set(slots.get(kind, {}).values()) - known):
+            raise ValueError(f"tensor {unknown[0]}: a model with gated delta nets has the names of Qwen3.5")
+        groups.append((block, rows))
+    return groups
+
+
 def _latent(slots: dict[str, str], norm: str) -> Rows:
     def row(
         megatron: str, slot: str, shape: tuple[str, ...], axis: int | None = None, part: str | None = None
@@ -193,6 +210,8 @@ def _moe_group(slots: dict[str, str], norm: str) -> tuple[str, Rows]:
     if "correction" in slots:
         name, bias = f"{_MLP}.router.expert_bias", (slots["correction"],)
         rows.append(ParamMapping(name, bias, (("experts",),), present_in=where, is_buffer=True))
+    if "shared_gate" in slots:
+        return f"{code},\n{_INDENT}*SHARED_EXPERT", (*rows, *SHARED_EXPERT)
     if "shared_gate_proj" in slots:
         shared, part = f"{_MLP}.shared_experts.linear_fc", "shared_experts"
         rows.append(

@@ -20,6 +20,7 @@ from models.derive.probes import (
     match_moe,
     match_norm,
 )
+from models.derive.recurrent_probe import match_gated_delta_net
 from models.derive.tiny_config import EXPERT_COUNTS
 from models.derive.tiny_model import Call, TinyModel
 
@@ -41,7 +42,14 @@ class Structure:
     top: dict[str, str] = field(default_factory=dict)  # embedding, final_norm and output -> name of the tensor
     layers: list[Layer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    # name of a norm -> whether it multiplies by 1 + weight; names of norms in layers contain {layer}
+    norm_offsets: dict[str, bool] = field(default_factory=dict)
     error: float = 0.0  # largest difference of a norm or of a residual, divided by the largest output
+
+    @property
+    def is_zero_centered(self) -> bool:
+        """Whether all norms, except those inside gated delta nets, multiply by 1 + weight."""
+        return bool(self.norm_offsets) and all(self.norm_offsets.values())
 
     @property
     def moe_layers(self) -> list[int]:
@@ -68,10 +76,21 @@ def find_structure(model: TinyModel) -> Structure:
     for index in range(model.config.num_hidden_layers):
         found.layers.append(_find_layer(model, prefix, index, found))
     _find_top(model, prefix, found)
+    check_offsets(found)
     unused = set(model.tensors) - _used_names(found, model)
     for name in sorted({_pattern(name, prefix) for name in unused}):
         found.add_problem(f"tensor {name}: no known operator uses it")
     return found
+
+
+def check_offsets(found: Structure) -> None:
+    """Add the norms of queries and keys to `norm_offsets`, and a problem for each norm if only some norms have an offset."""
+    for match in found.matches("attention"):
+        norms = [name for slot, name in match.slots.items() if slot.endswith("norm")]
+        found.norm_offsets |= dict.fromkeys(norms, match.options["attention"].plus_one)
+    for name, has_offset in found.norm_offsets.items():
+        if has_offset and not found.is_zero_centered:
+            found.add_problem(f"norm {name}: it multiplies by 1 + weight, and other norms multiply by weight")
 
 
 def _layer_prefix(model: TinyModel) -> str | None:
@@ -155,7 +174,8 @@ def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) ->
     if any(re.search(r"\bexperts\.\d+\.", name) for name in tensors):
         return match_moe(tensors, call, fields, num_experts(fields))
     return (
-        match_latent_attention(tensors, call, fields, heads, model.rotary)
+        match_gated_delta_net(tensors, call, fields)
+        or match_latent_attention(tensors, call, fields, heads, model.rotary)
         or match_attention(tensors, call, fields, heads, model.rotary)
         or match_mlp(tensors, call)
     )
@@ -208,8 +228,7 @@ class _Connections:
             self.found.add_problem(f"norm {module}: it is no RMSNorm")
             return False
         self._check_epsilon(name, call, module, variant["plus_one"])
-        if variant["plus_one"]:
-            self.found.add_problem(f"norm {module}: it multiplies by 1 + weight; a derived family multiplies by weight")
+        self.found.norm_offsets[_pattern(name, self.prefix)] = variant["plus_one"]
         self.found.error = max(self.found.error, variant["error"])
         return True
 
@@ -301,8 +320,7 @@ def _find_final_norm(
         found.top["final_norm"] = name
         for remark in remarks:
             found.add_problem(remark)
-        if plus_one:
-            found.add_problem(f"norm {name}: it multiplies by 1 + weight; a derived family multiplies by weight")
+        found.norm_offsets[name] = plus_one
         return
     found.add_problem("output: the logits are not the product of a norm of the last layer and one matrix")
 

@@ -11,13 +11,14 @@ def summary(proposal: Proposal) -> list[Line]:
     """Return one line for each part of the model, with the evidence."""
     base = proposal.variants[0].structure
     lines = [_layers(base)]
-    for kind in ("attention", "latent_attention", "mlp", "moe"):
+    for kind in ("attention", "latent_attention", "recurrent", "mlp", "moe"):
         if matches := base.matches(kind):
             lines.append(_block(matches))
     norms = sorted({name.rpartition("{layer}.")[2] for layer in base.layers for name in layer.norms.values()})
+    scale = "(1 + weight)" if base.is_zero_centered else "weight"
     if norms:
         lines.append(
-            ("norms", f"RMSNorm x weight: {', '.join(norms)}", f"formula = output, difference {base.error:.0e}")
+            ("norms", f"RMSNorm x {scale}: {', '.join(norms)}", f"formula = output, difference {base.error:.0e}")
         )
     for part, code in proposal.plan.parts.items():
         lines.append((f"part {part}", code.replace("config", "").strip(), _variant_evidence(proposal, code)))
@@ -49,6 +50,8 @@ def _block(matches: list[Match]) -> Line:
         return "experts", f"{text}; {routing.score} router, {kind}, scale {routing.scale:g}{groups}", evidence
     if match.kind == "mlp":
         return "MLP", f"{text}; activation {options['activation']}", evidence
+    if match.kind == "recurrent":
+        return "gated delta net", text, evidence
     rope = f"RoPE on {options['rotated']} components, {options['attention'].rope}"
     if without := [n for n, m in enumerate(matches) if m.options["attention"].rope == "none"]:
         rope += f", not in layers {without}"

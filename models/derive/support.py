@@ -20,6 +20,12 @@ def unsupported(structure: Structure, fields: dict) -> list[str]:
         lines += _mlp(match)
     for match in structure.matches("moe"):
         lines += _moe(match)
+    is_recurrent = bool(structure.matches("recurrent"))
+    for match in structure.matches("attention"):
+        if match.options["attention"].is_gated != is_recurrent:
+            lines.append("attention: its output has a gate exactly in models with gated delta nets")
+    if any("shared_gate" in match.slots for match in structure.matches("moe")) and not is_recurrent:
+        lines.append("experts: a shared expert with a gate, but no gated delta nets")
     return list(dict.fromkeys(lines))
 
 
@@ -60,8 +66,6 @@ def _attention(match: Match, fields: dict) -> list[str]:
         lines.append(
             "attention: norms of queries and keys after the rotary embedding; a derived family has them before it"
         )
-    if options.plus_one:
-        lines.append("attention: norms of queries and keys multiply by 1 + weight")
     if "sinks" in match.slots:
         lines.append(f"attention: sinks ({match.slots['sinks']})")
     if match.options["rotated"] not in (0, match.options["head_dim"]) and "partial_rotary_factor" not in _names(fields):
@@ -91,7 +95,7 @@ def _moe(match: Match) -> list[str]:
     further += ["a correction bias"] if "correction" in match.slots else []
     if routing.score == "softmax" and further:
         lines.append(f"router: softmax scores with {' and '.join(further)}; a derived family cannot combine these")
-    if routing.score == "softmax" and "shared_gate_proj" in match.slots:
+    if routing.score == "softmax" and "shared_gate_proj" in match.slots and "shared_gate" not in match.slots:
         lines.append("experts: shared experts beside a softmax router")
     if routing.score == "sigmoid" and not (routing.normalized and "correction" in match.slots):
         lines.append("router: sigmoid scores without normalization or without a correction bias")

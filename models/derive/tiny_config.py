@@ -28,6 +28,17 @@ WIDTHS = dict(
     v_head_dim=12,
 )
 """Sizes of the tiny model. With 6 heads, 2 groups and a head size of 24, queries have 144 components, keys and values 48."""
+RECURRENT_WIDTHS = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=10,
+    linear_value_head_dim=8,
+    shared_expert_intermediate_size=34,
+)
+"""Sizes of gated delta nets, and of a shared expert with a gate. A config may omit these fields."""
+# A gated delta net normalizes its outputs, and some outputs of a tiny model are close to zero. A smaller epsilon would multiply
+# their round-off until it exceeds the limits of the proof.
+RECURRENT_EPSILON = 3e-2
 # A half and a quarter of it are even, so that a part of a head can be rotated. So are those of hidden_size / NUM_HEADS.
 HEAD_DIM = 24
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -124,7 +135,10 @@ def shrink(found: dict[str, Any]) -> dict[str, Any]:
             "config has these fields."
         )
     tiny = dict(found)
-    tiny |= {name: size for name, size in WIDTHS.items() if known.get(name) is not None}
+    widths = WIDTHS | RECURRENT_WIDTHS
+    tiny |= {name: size for name, size in widths.items() if known.get(name) is not None}
+    if known.get("linear_num_key_heads"):
+        tiny["rms_norm_eps"] = RECURRENT_EPSILON
     tiny |= dict(num_hidden_layers=NUM_LAYERS, max_position_embeddings=MAX_POSITIONS)
     if "initializer_range" in known:
         tiny["initializer_range"] = INITIALIZER_RANGE

@@ -148,5 +148,7 @@ def _randomize(model: PreTrainedModel) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name and tensor.dim() == 1 and tensor.is_floating_point():
             tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in name else 0.2))
+        if name.endswith("A_log"):  # a slow decay, so that the state of a gated delta net remembers several tokens
+            tensor.copy_(torch.randn_like(tensor) * 0.5 - 1.0)
         if "bias" in name and tensor.dim() == 2:
             tensor.add_(torch.randn_like(tensor) * 0.2)

@@ -22,6 +22,7 @@ from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from models.families.qwen2_5_vl import QWEN2_5_VL
+from models.families.qwen3_5_moe import QWEN3_5_MOE
 from models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from models.families.qwen3_vl import QWEN3_VL
 from models.families.seed_oss import SEED_OSS
@@ -32,7 +33,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(DEEPSEEK_V3, GEMMA3, GLM4_MOE, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
-        *(GLM4, MINISTRAL3, SMOL_LM3),
+        *(GLM4, MINISTRAL3, QWEN3_5_MOE, SMOL_LM3),
         *(OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
     )
 }

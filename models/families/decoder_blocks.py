@@ -262,6 +262,7 @@ def read_decoder(
     groups = config["num_key_value_heads"] or heads
     head_dim = config["head_dim"] or config["hidden_size"] // heads
     rope = rope or config.rope(head_dim)
+    mlp_width = _mlp_width(config, transformer)
     return Architecture(
         vocab_size=config["vocab_size"],
         max_position_embeddings=rope.longest_sequence(config["max_position_embeddings"]),
@@ -270,7 +271,7 @@ def read_decoder(
         transformer=dict(
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
-            ffn_hidden_size=config["intermediate_size"],
+            ffn_hidden_size=mlp_width,
             num_attention_heads=heads,
             num_query_groups=groups,
             kv_channels=head_dim,
@@ -285,7 +286,7 @@ def read_decoder(
         sizes=dict(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
-            ffn=config["intermediate_size"],
+            ffn=mlp_width,
             q=heads * head_dim,
             kv=groups * head_dim,
             head_dim=head_dim,
@@ -295,6 +296,12 @@ def read_decoder(
         ),
         parts=parts,
     )
+
+
+def _mlp_width(config: HFConfig, transformer: dict[str, Any]) -> int:
+    """Return the width of the MLP of a dense layer. If all layers have experts, the config may omit it, and it has no effect."""
+    is_omitted = "intermediate_size" not in config.fields and all(transformer.get("moe_layer_freq", [False]))
+    return transformer["moe_ffn_hidden_size"] if is_omitted else config["intermediate_size"]
 
 
 # MoE layers with sigmoid routing, as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is

@@ -43,7 +43,7 @@ def _gated(row: ParamMapping) -> GatedQKVMapping:
     return GatedQKVMapping(row.megatron, row.hf, shapes, axis=0, part=row.part)
 
 
-_ATTENTION = tuple(
+GATED_ATTENTION = tuple(
     replace(row, present_in="attention_layers")
     for row in (
         *(ATTENTION[0], _gated(ATTENTION[1]), ATTENTION[2]),
@@ -63,7 +63,7 @@ _K, _V, _HEADS = ("gdn_k", "hidden"), ("gdn_v", "hidden"), ("gdn_v_heads", "hidd
 _KERNEL = ("one", "gdn_kernel")
 
 
-def _recurrent(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]) -> tuple[ParamMapping, ...]:
+def recurrent_rows(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]) -> tuple[ParamMapping, ...]:
     """Return the rows of a gated delta net.
 
     `projections`: Hugging Face names of the matrices that read the layer's input. `shapes`: see ParamMapping.shapes.
@@ -89,7 +89,10 @@ def _recurrent(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]
     return tuple(replace(row, present_in="recurrent_layers") for row in rows)
 
 
-_SHARED_EXPERT = tuple(
+GATED_DELTA_NET = recurrent_rows(  # of Qwen3.5
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (_K, _K, _V, _V, _HEADS, _HEADS)
+)
+SHARED_EXPERT = tuple(
     replace(row, present_in="moe_layers", part="shared_experts")
     for row in (
         ParamMapping(
@@ -135,8 +138,8 @@ def _read_layers(config: HFConfig) -> tuple[list[int], bool]:
     return [int(kind == _KINDS[0]) for kind in kinds], kinds == by_interval
 
 
-def _read(config: HFConfig, parts: frozenset[str] = frozenset(), **transformer: Any) -> Architecture:
-    """Translate the fields that both families have. Raises ValueError if a value is not supported."""
+def read_recurrent_decoder(config: HFConfig, parts: frozenset[str] = frozenset(), **transformer: Any) -> Architecture:
+    """Translate the fields that all these families have. Raises ValueError if a value is not supported."""
     config.expect(attn_output_gate=True, output_gate_type=(None, "silu", "swish"), use_sliding_window=False)
     # Two fields act only with sliding windows, two describe MTP layers, and the last one is the dtype of states in engines.
     config.read_fields.update(("sliding_window", "max_window_layers", "mtp_num_hidden_layers"))
@@ -173,7 +176,7 @@ def _read(config: HFConfig, parts: frozenset[str] = frozenset(), **transformer: 
     return replace(arch, sizes=arch.sizes | sizes | dict(one=1, head_groups=key_heads, q_and_gate=2 * arch.sizes["q"]))
 
 
-_DEFAULTS = DEFAULTS | dict(
+RECURRENT_DEFAULTS = DEFAULTS | dict(
     head_dim=256,
     attention_bias=False,
     partial_rotary_factor=0.25,
@@ -188,22 +191,29 @@ _DEFAULTS = DEFAULTS | dict(
     output_gate_type=None,
     use_sliding_window=False,
 )
-_ENGINE_RENAMES = {".self_attn.": "."}  # in SGLang, the modules of the attention belong to the decoder layer
-_UNSUPPORTED = frozenset([_OTHER_LAYERS, _OTHER_ROPE, _DENSE_LAYERS, "qkv_bias", "proj_bias"])
+RECURRENT_ENGINE: dict[str, Any] = dict(  # what is special about SGLang's models with gated delta nets, see Family
+    engine_required_fields=("full_attention_interval",),
+    engine_unsupported_parts=frozenset([_OTHER_LAYERS, _OTHER_ROPE, _DENSE_LAYERS, "qkv_bias", "proj_bias"]),
+    engine_float32=("linear_attn.A_log",),
+    # in SGLang, the modules of the attention belong to the decoder layer
+    engine_renames={".self_attn.": "."},
+    engine_needs_gpu=True,
+    engine_reads_dtype=True,
+)
 
 
 def translate_qwen3_5(config: HFConfig) -> Architecture:
     """Translate the config of a dense Qwen3.5 text model. Raises ValueError if a value is not supported."""
     config.read_fields.add("mlp_only_layers")  # dense models have this field of Qwen3-Next without a meaning
-    return _read(config)
+    return read_recurrent_decoder(config)
 
 
 QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     translate=translate_qwen3_5,
     table=(
-        *(*EMBEDDINGS, *_ATTENTION),
-        *_recurrent(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (_K, _K, _V, _V, _HEADS, _HEADS)),
+        *(*EMBEDDINGS, *GATED_ATTENTION),
+        *GATED_DELTA_NET,
         *DENSE_MLP,
     ),
     engine_fusions=ENGINE_FUSIONS
@@ -211,13 +221,8 @@ QWEN3_5 = Family(
         "in_proj_qkvz.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
         "in_proj_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
     },
-    defaults=_DEFAULTS | dict(num_key_value_heads=4),
-    engine_required_fields=("full_attention_interval",),
-    engine_unsupported_parts=_UNSUPPORTED,
-    engine_float32=("linear_attn.A_log",),
-    engine_renames=_ENGINE_RENAMES,
-    engine_needs_gpu=True,
-    engine_reads_dtype=True,
+    defaults=RECURRENT_DEFAULTS | dict(num_key_value_heads=4),
+    **RECURRENT_ENGINE,
     has_mtp_layers=True,
 )
 
@@ -227,7 +232,7 @@ def translate_qwen3_next(config: HFConfig) -> Architecture:
     dense, step, count = config["mlp_only_layers"] or [], config["decoder_sparse_step"], config["num_hidden_layers"]
     moe = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(count)]
     others = {_DENSE_LAYERS: not all(moe), _OTHER_ROPE: "rope_theta" not in config.fields}
-    return _read(
+    return read_recurrent_decoder(
         config,
         frozenset(["shared_experts"]) | {part for part, is_present in others.items() if is_present},
         num_moe_experts=config.any_spelling("num_experts", "num_local_experts"),
@@ -245,12 +250,12 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     translate=translate_qwen3_next,
     table=(
-        *(*EMBEDDINGS, *_ATTENTION),
-        *_recurrent(("in_proj_qkvz", "in_proj_ba"), (("gdn_qkvz", "hidden"), ("gdn_ba", "hidden"))),
-        *(*DENSE_MLP, *moe_mlp("mlp", *_MATRICES), *_SHARED_EXPERT),
+        *(*EMBEDDINGS, *GATED_ATTENTION),
+        *recurrent_rows(("in_proj_qkvz", "in_proj_ba"), (("gdn_qkvz", "hidden"), ("gdn_ba", "hidden"))),
+        *(*DENSE_MLP, *moe_mlp("mlp", *_MATRICES), *SHARED_EXPERT),
     ),
     engine_fusions=ENGINE_FUSIONS | moe_fusions(*_MATRICES),
-    defaults=_DEFAULTS
+    defaults=RECURRENT_DEFAULTS
     | dict(
         num_key_value_heads=2,
         mlp_only_layers=None,
@@ -261,11 +266,6 @@ QWEN3_NEXT = Family(
         num_experts_per_tok=10,
         num_experts=512,
     ),
-    engine_required_fields=("full_attention_interval",),
-    engine_unsupported_parts=_UNSUPPORTED,
-    engine_float32=("linear_attn.A_log",),
-    engine_renames=_ENGINE_RENAMES,
-    engine_needs_gpu=True,
-    engine_reads_dtype=True,
+    **RECURRENT_ENGINE,
     has_mtp_layers=True,
 )

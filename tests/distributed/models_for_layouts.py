@@ -34,6 +34,7 @@ KINDS = {
     "glm_dense": ("glm4", {}),
     "ministral": ("ministral3", {}),
     "smollm": ("smollm3", {}),
+    "recurrent_moe_3_5": ("qwen3_5_moe", dict(rms_norm_eps=3e-2)),
 }
 
 

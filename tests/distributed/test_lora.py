@@ -179,7 +179,7 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
     "kind",
     [
         *("tied", "biased", "qkv_biased", "mistral", "seed", "gemma", "olmo2", "olmo3", "phi"),
-        *("glm_dense", "ministral", "smollm"),
+        *("glm_dense", "ministral", "smollm", "recurrent_moe_3_5"),
         *("moe", "mixtral", "glm", "deepseek", "minimax", "gpt_oss"),
         *("recurrent", "recurrent_biased", "recurrent_moe"),
     ],

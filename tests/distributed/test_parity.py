@@ -182,9 +182,15 @@ def test_mistral_phi_and_seed_oss(traced, kind, dims):
 
 @pytest.mark.extended_except("ministral-cp2")
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 sp0 pp2"), ids=str)
-@pytest.mark.parametrize("kind", ["glm_dense", "ministral", "smollm"])
+@pytest.mark.parametrize("kind", ["glm_dense", "ministral", "smollm", "recurrent_moe_3_5"])
 def test_derived_families(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dims", layouts("dp2 ep2", "tp2 ep2 etp1"), ids=str)
+def test_a_derived_family_with_experts(traced, dims):
+    check(reference(traced, "recurrent_moe_3_5"), traced("recurrent_moe_3_5", dims))
 
 
 POST_NORMS = layouts("tp2", "tp2 sp0", "pp2", "cp2", "pp2 vpp2", "tp2 cp2")

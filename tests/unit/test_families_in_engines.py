@@ -64,6 +64,8 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
             "attention_factor=0.8 of the rotary",
         ),
         ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
+        ("qwen3_5_moe", {}, 'SGLang requires fields that transformers omits; add "full_attention_interval": 4'),
+        ("qwen3_5_moe", dict(full_attention_interval=2), "has a rotary embedding other than rope_theta and partial"),
         ("ministral3", {}, "has a query scaling with original_max_position_embeddings other than 16384, which SGLang"),
         ("smollm3", {}, "SGLang 0.5.23 does not implement SmolLM3ForCausalLM"),
     ],

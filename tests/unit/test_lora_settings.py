@@ -38,7 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
     names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
-    names += ("gpt_oss", "glm4")
+    names += ("gpt_oss", "glm4", "qwen3_5_moe")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -162,6 +162,8 @@ def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(mode
         check_lora(replace(LORA, targets=["q_proj", "v_proj"]), family, arch)
     check_lora(replace(LORA, targets=["q_proj", "v_proj", "out_proj"]), family, arch)
     check_lora(LORA, *read(models["qwen3_next"]))
+    with pytest.raises(ValueError, match="because trainers store"):
+        check_lora(LORA, *read(models["qwen3_5_moe"]))
 
 
 def test_every_layer_needs_an_adapter(models):

@@ -30,13 +30,16 @@ from published_moe_configs import (
     MIXTRAL_8X7B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B,
+    QWEN35_35B_A3B,
 )
 
 from models.families import family_of
 from models.hf_config import HFConfig
 
 
-@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27)], ids=["80B", "27B"])
+@pytest.mark.parametrize(
+    ("fields", "billions"), [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27), (QWEN35_35B_A3B, 35)], ids=["80B", "27B", "35B"]
+)
 def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
     """The authors state rounded numbers. The configs have no value that SGLang is known to compute differently."""
     config = HFConfig("config.json", ANY | fields)
