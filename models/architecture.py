@@ -7,13 +7,21 @@ group builds a model. This module does not import Megatron, so the driver can us
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from models.conversion.expert_stacks import is_mxfp4
 from models.conversion.mapping import ParamMapping
+from models.conversion.mtp_mapping import MTP_PREFIX, TWO_HIDDEN, MtpNames
 from models.hf_config import HFConfig
+from models.multiply_adds import (
+    attention_multiply_adds,
+    indexer_multiply_adds,
+    latent_attention_multiply_adds,
+    mlp_multiply_adds,
+    recurrent_multiply_adds,
+)
 from parallel.dims import ParallelDims
 from parallel.rope import LongRope, QueryScaling, Rope, YarnRope
 from parallel.trainer_config import LoraConfig, OptimConfig
@@ -24,9 +32,12 @@ VISION_PREFIX = "visual."  # begins the names of all parameters of the vision to
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
+_ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
-# Megatron's field: [layers] 1 if the layer is recurrent, 0 if it has attention
+# Megatron's field: [layers] 1 if the layer is recurrent
 _RECURRENT_LAYERS = "linear_attention_freq"
+Block = Literal["attention", "recurrent", "dense", "moe"]
+"""Part of a layer: attention, a recurrence in its place (gated delta net or Mamba-2), an MLP, or experts in its place."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +65,35 @@ class Architecture:
 
     vocab_size: int
     max_position_embeddings: int
-    rope: Rope
+    rope: Rope | None  # None: attention has no rotary embedding
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
     parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
-    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"  # activation function of the gate of an MLP
+    # activation function of an MLP, or of its gate
+    activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    interleaved_rope: bool = (
-        False  # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
-    )
+    # [layers] whether the layer has an indexer. A layer without one reads the keys that the last indexer has chosen.
+    # Empty: attention is not sparse.
+    indexer_layers: tuple[bool, ...] = ()
+    # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    interleaved_rope: bool = False
     query_scaling: QueryScaling | None = None  # factors of the queries; None: 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
+    # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
+    only_blocks: tuple[Block, ...] = ()
+    mtp_layers: int = 0  # number of MTP layers that are trained; MTP layers that are not trained are not loaded
 
     @property
     def num_layers(self) -> int:
         return self.transformer["num_layers"]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that have a rotary embedding."""
+        return 0 if self.rope is None else self.rope.dim
 
     @property
     def num_experts(self) -> int:
@@ -82,6 +104,28 @@ class Architecture:
     def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether tokens attend to the keys that an indexer chooses (parallel/sparse_attention.py)."""
+        return bool(self.indexer_layers)
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether the layer has an indexer."""
+        return self.has_sparse_attention and self.indexer_layers[layer]
+
+    def check_first_layers(self, first_layers: Iterable[int]) -> None:
+        """Raise ValueError if a pipeline stage would begin with a layer that needs the keys of an earlier stage's indexer.
+
+        `first_layers`: index of the first layer of each virtual stage.
+        """
+        if without := [layer for layer in first_layers if self.has_sparse_attention and not self.has_indexer(layer)]:
+            possible = ", ".join(str(layer) for layer, has_indexer in enumerate(self.indexer_layers) if has_indexer)
+            raise ValueError(
+                f"a pipeline stage begins with layer {without[0]} (counted from 0), which has no indexer: it uses the keys that "
+                "an earlier layer has chosen, and stages do not send each other these keys; choose parallel.pp, parallel.vpp and "
+                f"the numbers of layers of uneven stages so that every stage begins with one of the layers {possible}."
+            )
 
     @property
     def has_sinks(self) -> bool:
@@ -103,18 +147,39 @@ class Architecture:
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Whether some layers have a gated delta net in place of attention."""
+        """Whether some layers have a gated delta net or Mamba-2 in place of attention."""
         return _RECURRENT_LAYERS in self.transformer
 
     @property
+    def has_mamba(self) -> bool:
+        """Whether the recurrent layers are Mamba-2 layers."""
+        return "mamba_num_heads" in self.transformer
+
+    @property
     def recurrent_heads(self) -> dict[str, int]:
-        """Config field -> number of key heads or of value heads of a gated delta net. Empty without recurrent layers."""
+        """Config field -> number of heads, or of groups of heads, of a recurrent layer. Empty without recurrent layers.
+
+        Ranks split the groups, so that each rank has the keys and queries of its heads, and normalizes whole groups.
+        """
+        if self.has_mamba:
+            return dict(n_groups=self.transformer["mamba_num_groups"])
         names = ("linear_num_key_heads", "linear_num_value_heads") if self.has_recurrent_layers else ()
         return {name: self.transformer[name] for name in names}
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether the layer has a gated delta net in place of attention."""
+        """Whether the layer has a gated delta net or Mamba-2 in place of attention."""
         return self.has_recurrent_layers and bool(self.transformer[_RECURRENT_LAYERS][layer])
+
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """Return the blocks of the layer, in order."""
+        if self.only_blocks:
+            return (self.only_blocks[layer],)
+        return "recurrent" if self.is_recurrent(layer) else "attention", "moe" if self.is_moe(layer) else "dense"
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP."""
+        return any("dense" in self.blocks(layer) for layer in range(self.num_layers))
 
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
         """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
@@ -129,7 +194,7 @@ class Architecture:
                 f"the first {self.vision.num_features} layers, which must be in the first stage; use fewer stages."
             )
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
-        dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
+        dense = dict(intermediate_size=t["ffn_hidden_size"]) if self.has_dense_layers else {}
         shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
         _check_divides("tp", dims.tp, heads | dense | shared | self.recurrent_heads)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
@@ -140,6 +205,7 @@ class Architecture:
                 )
             else:
                 _check_divides("pp", dims.pp, layers)
+            self.check_first_layers(range(0, self.num_layers, per_stage))
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -155,63 +221,35 @@ class Architecture:
     def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        Only matrix products count, without those of the routers. In layers with a sliding window, every token counts as if it
-        attended to a whole window. For sequences that are not much longer than the window, this is an upper bound.
+        Only matrix products count, without those of the routers. MTP layers count if they are trained. In layers with a sliding
+        window, every token counts as if it attended to a whole window. For sequences that are not much longer than the window,
+        this is an upper bound. In sparse attention, trainers compute the products with all keys, and those of the indexer.
         `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
         projections, per_pair = (
-            _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
+            latent_attention_multiply_adds(t) if self.has_latent_attention else attention_multiply_adds(t)
         )
+        dense, experts = mlp_multiply_adds(t)
+        of_block = dict(
+            attention=projections,
+            recurrent=recurrent_multiply_adds(t) if self.has_recurrent_layers else 0,
+            dense=dense,
+            moe=experts,
+        )
+        of_indexer, of_index_pair = indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
         linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
         for layer in range(self.num_layers):
-            ffn_width = t["ffn_hidden_size"]
-            if self.is_moe(layer):
-                ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
-            linear += 3 * width * ffn_width
-            if self.is_recurrent(layer):
-                linear += recurrent_multiply_adds(t)
-                continue
-            linear += projections + (per_pair * self.window if self.has_window(layer) else 0)
-            num_full += not self.has_window(layer)
+            linear += sum(of_block[block] for block in self.blocks(layer)) + of_indexer * self.has_indexer(layer)
+            if "attention" in self.blocks(layer):
+                linear += per_pair * self.window if self.has_window(layer) else 0
+                num_full += not self.has_window(layer)
         attended = 0.5  # fraction of a sequence that a token attends to, on average
         head = width * (self.vocab_size if num_outputs is None else num_outputs)
-        return linear + head, num_full * per_pair * attended
-
-
-def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return (multiply-adds of the projections per token, multiply-adds of the attention per query-key pair) of one layer."""
-    d, heads = t["kv_channels"], t["num_attention_heads"]
-    gates = heads * t.get("attention_output_gate", False)
-    return t["hidden_size"] * (2 * (heads + t["num_query_groups"]) + gates) * d, 2 * heads * d
-
-
-def recurrent_multiply_adds(t: dict[str, Any]) -> float:
-    """Return the multiply-adds of a gated delta net per token: matrices, convolution and recurrence.
-
-    The state of each value head is a matrix [components of a key, components of a value]. For each token, the recurrence uses all
-    elements of this matrix three times: it computes the value that the state predicts, corrects the state, and reads the output.
-    """
-    keys, values = t["linear_num_key_heads"] * t["linear_key_head_dim"], recurrent_value_width(t)
-    matrices = t["hidden_size"] * (2 * keys + 3 * values + 2 * t["linear_num_value_heads"])
-    convolution = (2 * keys + values) * t["linear_conv_kernel_dim"]
-    return matrices + convolution + 3 * values * t["linear_key_head_dim"]
-
-
-def recurrent_value_width(t: dict[str, Any]) -> int:
-    """Return the number of elements of the values of all heads of a gated delta net."""
-    return t["linear_num_value_heads"] * t["linear_value_head_dim"]
-
-
-def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the two numbers of `_attention_multiply_adds` for latent attention."""
-    # `shared`: size of the part of the key that all heads share; `key`, `value`: sizes of the key and the value of one head
-    width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
-    key = t["qk_head_dim"] + shared
-    queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
-    keys = width * (t["kv_lora_rank"] + shared) + t["kv_lora_rank"] * heads * (t["qk_head_dim"] + value)
-    return queries + keys + heads * value * width, heads * (key + value)
+        mtp_layer = projections + of_block["moe" if self.num_experts else "dense"] + 2 * width**2 + head
+        linear += head + self.mtp_layers * mtp_layer
+        return linear, ((num_full + self.mtp_layers) * per_pair + sum(self.indexer_layers) * of_index_pair) * attended
 
 
 def _check_divides(axis: str, size: int, dimensions: dict[str, int], advice: str = "use") -> None:
@@ -237,7 +275,8 @@ class Family:
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     engine_is_native: bool = True  # whether SGLang implements the architecture
-    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP), which mrl ignores
+    has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP)
+    mtp: MtpNames | None = None  # names of the tensors of MTP layers; None: MTP layers cannot be trained
     # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
     engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
@@ -245,6 +284,8 @@ class Family:
     engine_prefixes: Mapping[str, str] = field(default_factory=dict)
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its module in transformers 5, if they differ
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # the only dtype in which SGLang computes the architecture; None: every dtype
+    engine_dtype: str | None = None
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang stores some weights in the dtype of config.json instead of the dtype of the engine
     engine_reads_dtype: bool = False
@@ -255,6 +296,8 @@ class Family:
     engine_score_has_bias: bool = False
     # part of the name of a Hugging Face tensor -> part of the name of its SGLang parameter in its place, after the fusions
     engine_renames: Mapping[str, str] = field(default_factory=dict)
+    # field of config.json that is a list of names -> name that transformers writes -> name that SGLang needs, if they differ
+    engine_spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -265,10 +308,36 @@ class Family:
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
         reading.check_all_fields_read()
+        if config.train_mtp:
+            arch = replace(
+                arch,
+                mtp_layers=self.count_mtp_layers(config, "model.train_mtp=true"),
+                sizes=arch.sizes | {TWO_HIDDEN: 2 * arch.sizes["hidden"]},
+            )
         if not config.is_reward_model:
             return arch
         config.check_one_output()
         return replace(arch, is_reward_model=True, sizes=arch.sizes | {"one": 1})
+
+    def count_mtp_layers(self, config: HFConfig, key: str) -> int:
+        """Return the number of MTP layers of the model. Raises ValueError, which names `key`, if mrl cannot use them."""
+        if self.mtp is None:
+            raise ValueError(f"{key}: mrl does not know MTP layers of {self.architecture}; leave the key out.")
+        found = [config.fields[name] for name in self.mtp.count_fields if config.fields.get(name) is not None]
+        count = found[0] if found else self.mtp.default_count
+        limit = self.mtp.max_count
+        if not isinstance(count, int) or count < 1 or (limit is not None and count > limit):
+            expected = f"1 to {limit}" if limit else "1 or more"
+            raise ValueError(
+                f"{key}: {config.path} says that the model has {count!r} MTP layers "
+                f"({' or '.join(self.mtp.count_fields)}); expected {expected}. Leave the key out."
+            )
+        return count
+
+    def mtp_names(self, config: HFConfig) -> list[str]:
+        """Return the Hugging Face names of the tensors of the MTP layers, without copies."""
+        arch = self.read(replace(config, train_mtp=True))
+        return [name for row in self.param_mappings(arch) if row.megatron.startswith(MTP_PREFIX) for name in row.hf]
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
@@ -280,6 +349,10 @@ class Family:
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
+        for name, spellings in self.engine_spellings.items():
+            if unknown := sorted(spellings.keys() & set(config.fields.get(name) or ())):
+                needed = ", ".join(f'"{spellings[value]}" in place of "{value}"' for value in unknown)
+                raise ValueError(f"{config.path}: SGLang has other names for the values of {name}; write {needed}.")
         if unsupported := self.engine_unsupported_parts & arch.parts:
             raise ValueError(
                 f"model.path: this {self.architecture} has {', '.join(sorted(unsupported))}, which SGLang silently "
@@ -290,6 +363,14 @@ class Family:
                 f"{config.path}: SGLang would keep the experts in MXFP4, and trainers do not send MXFP4; convert the folder "
                 "with mrl convert to-megatron and then mrl convert to-hf, which writes bfloat16."
             )
+        if (
+            arch.has_sparse_attention
+            and (channels := arch.transformer["dsa_indexer_head_dim"]) != _ENGINE_INDEX_CHANNELS
+        ):
+            raise ValueError(
+                f"{config.path}: index_head_dim={channels}, but SGLang 0.5.23 caches keys of indexers only with "
+                f"{_ENGINE_INDEX_CHANNELS} channels; train the model with mrl sft, or from recorded rollouts (rollout.replay)."
+            )
         rope = arch.rope
         if isinstance(rope, YarnRope | LongRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
@@ -299,7 +380,12 @@ class Family:
             )
 
     def check_engine_dtype(self, config: HFConfig, dtype: str) -> None:
-        """Raise ValueError if an SGLang engine of this dtype would store some weights in another dtype."""
+        """Raise ValueError if an SGLang engine cannot compute in this dtype, or would store some weights in another dtype."""
+        if self.engine_dtype not in (None, dtype):
+            raise ValueError(
+                f"{config.path}: SGLang 0.5.23 computes {self.architecture} only in {self.engine_dtype}, not in {dtype}; set "
+                f"sglang.dtype={self.engine_dtype}."
+            )
         stored = config.fields.get("dtype") or config.fields.get("torch_dtype") or dtype
         if self.engine_reads_dtype and stored != dtype:
             raise ValueError(
@@ -309,7 +395,17 @@ class Family:
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
         """Return one row for each Megatron parameter of this model: the table's rows, repeated for each layer and expert."""
-        return [expanded for row in self.rows(arch) for expanded in _expand_row(row, arch)]
+        rows = self.rows(arch)
+        expanded = [each for row in rows for each in _expand_row(row, arch)]
+        if self.mtp is not None:
+            expanded += self.mtp.rows(rows, arch.num_layers, arch.mtp_layers, arch.num_experts)
+        return expanded
+
+    def mtp_copies(self, arch: Architecture) -> dict[str, str]:
+        """Return name of a Hugging Face tensor of a trained MTP layer that is a copy -> name of the copied tensor."""
+        copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
+        names = {name for row in self.rows(arch) for name in row.hf}
+        return {copy: source for copy, source in copies.items() if source in names}
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
         """Return the entries of `engine_fusions` whose tensors this model has."""
@@ -320,8 +416,16 @@ class Family:
             if all(any(name.endswith(f".{part}") for name in names) for part in parts)
         }
 
+    @property
+    def engine_float32_tensors(self) -> tuple[str, ...]:
+        """Suffixes of the Hugging Face tensors whose SGLang parameters have a suffix of `engine_float32`."""
+        parts = [part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,))]
+        for name, renamed in self.engine_renames.items():
+            parts += [part.removesuffix(renamed) + name for part in parts if part.endswith(renamed)]
+        return tuple(parts)
+
     def is_in_mtp_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether the Hugging Face tensor `name` belongs to an MTP layer. Such tensors are neither loaded nor exported."""
+        """Whether the Hugging Face tensor `name` belongs to an MTP layer, trained or not."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         is_extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= arch.num_layers)
         return self.has_mtp_layers and is_extra
@@ -346,11 +450,9 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     if "{layer}" not in row.megatron:
         yield row
         return
-    kind = row.present_in
-    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(kind, [False, True])
-    is_recurrent_values = {"attention_layers": [False], "recurrent_layers": [True]}.get(kind, [False, True])
+    block = row.present_in.removesuffix("_layers") if row.present_in.endswith("_layers") else None
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in is_moe_values and arch.is_recurrent(layer) in is_recurrent_values:
+        if block is None or block in arch.blocks(layer) or (block == "indexer" and arch.has_indexer(layer)):
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 
@@ -374,3 +476,4 @@ class ModelSpec:
     lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too
+    mtp_loss_coef: float | None = None  # coefficient of the loss of the MTP layers; None: MTP layers are not trained

@@ -61,9 +61,10 @@ class HFConfig:
     family: str | None = None  # family outside models/families: "package.module:NAME" or "/path/file.py:NAME"
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for missing fields
     read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that have been read
+    train_mtp: bool = False  # whether the MTP layers are part of the model, because they are trained
 
     @classmethod
-    def load(cls, folder: str | Path, family: str | None = None) -> "HFConfig":
+    def load(cls, folder: str | Path, family: str | None = None, train_mtp: bool = False) -> "HFConfig":
         """Read `folder/config.json`; raise ValueError if the folder is not a Hugging Face model."""
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -79,7 +80,7 @@ class HFConfig:
             raise ValueError(f"{path}: not JSON ({error}). Download or write it again.") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: expected an object of fields, got {type(fields).__name__}.")
-        return cls(path, fields, family)
+        return cls(path, fields, family, train_mtp=train_mtp)
 
     def __getitem__(self, name: str) -> Any:
         self.read_fields.add(name)

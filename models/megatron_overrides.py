@@ -63,7 +63,15 @@ FIELDS_SET_BY_MRL = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
         "moe_shared_expert_gate",
+        "dsa_indexer_n_heads",
+        "dsa_indexer_head_dim",
+        "dsa_indexer_topk",
+        "dsa_indexer_rope_interleaved",
         "no_rope_freq",
     ]
 )
@@ -160,17 +168,27 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
                 f"megatron.{name}={overrides[name]}: checkpoints, offloading and the push of weights to engines need weights in "
                 "model.dtype; leave the key out. megatron.fp8 alone computes in FP8 with weights in model.dtype."
             )
+        if name not in known:
+            matches = difflib.get_close_matches(name, known, n=1)
+            other = settings_key_of(name)
+            hint = f"; use {other}" if other else f"; did you mean megatron.{matches[0]}?" if matches else ""
+            raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")
+    check_transformer_engine(overrides)
+
+
+def check_transformer_engine(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of these fields needs Transformer Engine, and this process cannot use it.
+
+    A driver without a GPU cannot import Transformer Engine, and only knows whether it is installed. So each trainer rank calls
+    this function, too, before it joins the process group.
+    """
+    for name in overrides:
         needs_library = name.startswith("fp8") or name == "moe_grouped_gemm"
         if needs_library and overrides[name] and not _can_use_transformer_engine():
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: needs Transformer Engine, which is not installed or cannot be imported; "
                 "leave the key out, or run `make setup LOCK=requirements-gpu.txt`."
             )
-        if name not in known:
-            matches = difflib.get_close_matches(name, known, n=1)
-            other = settings_key_of(name)
-            hint = f"; use {other}" if other else f"; did you mean megatron.{matches[0]}?" if matches else ""
-            raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")
 
 
 def _can_use_transformer_engine() -> bool:

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -30,16 +30,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Block
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.image_model import ImageGPTModel
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from models.mtp_model import MtpGPTModel
 from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
-from parallel.gated_delta_net import PackedGatedDeltaNet, PlanOfLastPack
 from parallel.layer_variants import PostNormLayer, VariantSelfAttention, biased_down_projection
 from parallel.megatron_layers import (
     AmplifiedRotaryEmbedding,
@@ -51,7 +51,9 @@ from parallel.megatron_layers import (
     fuse_rope_of_packs,
     spec_provider,
 )
+from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, PlanOfLastPack
 from parallel.rope import Rope
+from parallel.sparse_attention import SparseAttention
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +62,15 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by Architecture.activation
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": _quick_gelu,
+    "squared_relu": _squared_relu,
 }
 HeadKind = Literal["vocabulary", "value", "score"]
 """Output layer of a language model, of a critic, or of a reward model."""
@@ -130,9 +137,9 @@ def can_fuse_rope(arch: Architecture) -> bool:
     The kernel has no amplitude. For latent attention, Megatron uses a Triton kernel of its own instead. That kernel needs a batch
     dimension or `cu_seqlens`, and with `cu_seqlens` it counts positions from the start of each sequence in the pack.
     """
-    ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
+    ropes = [rope for rope in (arch.rope, arch.local_rope) if rope is not None]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
-    return capabilities().transformer_engine and not arch.has_latent_attention and not has_amplitude
+    return bool(ropes) and capabilities().transformer_engine and not arch.has_latent_attention and not has_amplitude
 
 
 def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
@@ -168,18 +175,22 @@ def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
     return build
 
 
-def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
+def _latent_attention(provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
     linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
+    assert arch.rope is not None, "latent attention has a rotary embedding"
+    rotary, core = AmplifiedRotaryEmbedding(arch.rope), PackedAttention
+    if arch.has_sparse_attention:
+        core = ModuleSpec(SparseAttention, params={"rotary": rotary, "indexer_layers": arch.indexer_layers})
     return ModuleSpec(
         module=PackedLatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "rotary": AmplifiedRotaryEmbedding(rope)},
+        params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=linear,
             q_layernorm=norm,
             linear_q_up_proj=linear,
             kv_layernorm=norm,
             linear_kv_up_proj=linear,
-            core_attention=PackedAttention,
+            core_attention=core,
             linear_proj=provider.row_parallel_linear(),
         ),
     )
@@ -196,7 +207,7 @@ def _attention(
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     parts = arch.parts
     options: dict[str, Any] = dict(projection_norms="projection_norms" in parts, rotary=rotary)
-    options |= dict(interleaved=arch.rope.dim * arch.interleaved_rope, query_scaling=arch.query_scaling)
+    options |= dict(interleaved=arch.rotary_dim * arch.interleaved_rope, query_scaling=arch.query_scaling)
     variant = {name: value for name, value in options.items() if value}
     return ModuleSpec(
         module=VariantSelfAttention if variant else SelfAttention,
@@ -211,13 +222,15 @@ def _attention(
     )
 
 
-def _gated_delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+def _recurrence(config: TransformerConfig, provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
+    """Return the spec of a recurrent layer's first block: Mamba-2 or a gated delta net."""
     return ModuleSpec(
-        module=PackedGatedDeltaNet,
+        module=PackedMamba2 if arch.has_mamba else PackedGatedDeltaNet,
         params={
             "input_linear": provider.column_parallel_layer_norm_linear(),
             "output_linear": provider.row_parallel_linear(),
             "plans": PlanOfLastPack(config.linear_conv_kernel_dim),
+            "conv_bias": "conv_bias" in arch.parts,
         },
     )
 
@@ -239,15 +252,10 @@ def _experts(config: TransformerConfig, provider: BackendSpecProvider, has_biase
     return partial(experts, submodules=replace(matrices, linear_fc1=first, linear_fc2=second))
 
 
-def _layer_spec(
-    config: TransformerConfig,
-    attention: ModuleSpec,
-    provider: BackendSpecProvider,
-    parts: frozenset[str],
-    moe: bool,
-) -> ModuleSpec:
-    # Before latent attention there is a separate norm module, because several matrices read the output of this norm.
-    has_latent_attention = attention.module is PackedLatentAttention
+def _mlp(
+    config: TransformerConfig, provider: BackendSpecProvider, parts: frozenset[str], moe: bool
+) -> tuple[partial, type]:
+    """Return the constructors of an MLP, or of experts, and of the norm before it, if the MLP does not contain this norm."""
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
         has_biases = "moe_bias" in parts
@@ -256,27 +264,54 @@ def _layer_spec(
             shared_experts=partial(SharedExpertMLP, submodules=linears),
             router=BiasedRouter if has_biases else PackedRouter,
         )
-        mlp = partial(MoELayer, submodules=experts)
-        norm = provider.layer_norm(rms_norm=True)
-    else:
-        linears = MLPSubmodules(
-            linear_fc1=_with_bias(_first_linear(provider, parts), "mlp_bias" in parts),
-            linear_fc2=_with_bias(provider.row_parallel_linear(), "mlp_bias" in parts),
-        )
-        mlp, norm = partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
+        return partial(MoELayer, submodules=experts), provider.layer_norm(rms_norm=True)
+    linears = MLPSubmodules(
+        linear_fc1=_with_bias(_first_linear(provider, parts), "mlp_bias" in parts),
+        linear_fc2=_with_bias(provider.row_parallel_linear(), "mlp_bias" in parts),
+    )
+    return partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
+
+
+def _layer_spec(
+    config: TransformerConfig,
+    attention: ModuleSpec,
+    provider: BackendSpecProvider,
+    parts: frozenset[str],
+    blocks: tuple[Block, ...],
+) -> ModuleSpec:
+    """Return the spec of a layer with these blocks. `attention`: spec of attention, or of the recurrence in its place."""
+    # Before latent attention there is a separate norm module, because several matrices read the output of this norm.
+    has_latent_attention = attention.module is PackedLatentAttention
+    has_attention, has_mlp = blocks[0] in ("attention", "recurrent"), blocks[-1] in ("dense", "moe")
+    mlp, norm = _mlp(config, provider, parts, "moe" in blocks) if has_mlp else (IdentityOp, IdentityOp)
     has_post_norms = "post_norms" in parts
     return ModuleSpec(
         module=PostNormLayer if has_post_norms else TransformerLayer,
         params={"post_norm": provider.layer_norm(rms_norm=True)} if has_post_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=provider.layer_norm(rms_norm=True) if has_latent_attention else IdentityOp,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attention=attention if has_attention else IdentityOp,
+            self_attn_bda=get_bias_dropout_add if has_attention else IdentityFuncOp,
             pre_mlp_layernorm=norm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add if has_mlp else IdentityFuncOp,
         ),
     )
+
+
+def _full_attention(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> ModuleSpec:
+    """Return the spec of attention to all earlier tokens."""
+    provider = spec_provider()
+    if arch.has_latent_attention:
+        return _latent_attention(provider, arch)
+    return _attention(config, provider, packed_attention, arch)
+
+
+def _mtp_layer_specs(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> list[ModuleSpec]:
+    """Return the decoder layer of each MTP layer. It has attention, and experts if the model has experts."""
+    attention = _full_attention(config, packed_attention, arch)
+    blocks: tuple[Block, ...] = ("attention", "moe" if arch.num_experts else "dense")
+    return [_layer_spec(config, attention, spec_provider(), arch.parts, blocks)] * arch.mtp_layers
 
 
 def _block_spec(
@@ -284,23 +319,20 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
-    if arch.has_latent_attention:
-        attention = local_attention = _latent_attention(provider, arch.rope)
-    else:
-        attention = local_attention = _attention(config, provider, packed_attention, arch)
+    attention = local_attention = _full_attention(config, packed_attention, arch)
     if arch.local_rope is not None:
         rotary = _rotary_embedding(arch.local_rope, packed_attention)
         local_attention = _attention(config, provider, packed_attention, arch, rotary)
     attention_of = [local_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
     if arch.has_recurrent_layers:
-        recurrent = _gated_delta_net(config, provider)
+        recurrent = _recurrence(config, provider, arch)
         attention_of = [recurrent if arch.is_recurrent(n) else spec for n, spec in enumerate(attention_of)]
-    is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    arch.check_first_layers(layers[:1])
     return TransformerBlockSubmodules(
         layer_specs=[
-            _layer_spec(config, attention_of[layer], provider, arch.parts, bool(is_moe[layer])) for layer in layers
+            _layer_spec(config, attention_of[layer], provider, arch.parts, arch.blocks(layer)) for layer in layers
         ],
         layer_norm=provider.layer_norm(rms_norm=True),
     )
@@ -367,6 +399,8 @@ def _build_stage(
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
     model_class = partial(ImageGPTModel, vision=arch.vision) if arch.vision else GPTModel
+    if arch.mtp_layers:
+        model_class = partial(MtpGPTModel, mtp_layer_specs=_mtp_layer_specs(config, packed_attention, arch))
     model = model_class(
         config,
         _block_spec(config, packed_attention, arch, vp_stage),
@@ -375,11 +409,11 @@ def _build_stage(
         pre_process=groups.is_first_stage(vp_stage),
         post_process=is_last,
         share_embeddings_and_output_weights=arch.tied_embeddings and head == "vocabulary",
-        position_embedding_type="rope",
+        position_embedding_type="none" if arch.rope is None else "rope",
         vp_stage=vp_stage,
     )
-    if not arch.has_latent_attention:  # latent attention has its own rotary embedding
-        _set_rope(model, arch, packed_attention)
+    if arch.rope is not None and not arch.has_latent_attention:  # latent attention has its own rotary embedding
+        _set_rope(model, arch, arch.rope, packed_attention)
     if head != "vocabulary" and is_last:
         model.output_layer = ValueHead(config.hidden_size, bias=head == "value")
     if arch.embedding_scale != 1.0 and model.pre_process:
@@ -392,21 +426,21 @@ def _build_stage(
     return model
 
 
-def _set_rope(model: GPTModel, arch: Architecture, packed_attention: bool) -> None:
+def _set_rope(model: GPTModel, arch: Architecture, rope: Rope, packed_attention: bool) -> None:
     """Replace Megatron's rotary embedding and its amplitude with those of the model."""
     if arch.vision:
-        model.rotary_pos_emb = MultimodalRotaryEmbedding(arch.rope, arch.vision.rope_axes)
+        model.rotary_pos_emb = MultimodalRotaryEmbedding(rope, arch.vision.rope_axes)
     elif packed_attention:
-        model.rotary_pos_emb = PackedRotaryEmbedding(arch.rope)
+        model.rotary_pos_emb = PackedRotaryEmbedding(rope)
     else:
-        model.rotary_pos_emb.inv_freq = arch.rope.inv_freq()
+        model.rotary_pos_emb.inv_freq = rope.inv_freq()
     if packed_attention and model.config.apply_rope_fusion:
         fuse_rope_of_packs()
     for module in model.modules():
         if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
             is_local = isinstance(module, VariantSelfAttention) and module.rotary is not None
-            rope = arch.local_rope if is_local and arch.local_rope is not None else arch.rope
-            module._yarn_concentration_factor = rope.amplitude
+            own = arch.local_rope if is_local and arch.local_rope is not None else rope
+            module._yarn_concentration_factor = own.amplitude
 
 
 def _rotary_embedding(rope: Rope, packed_attention: bool) -> RotaryEmbedding:

@@ -11,7 +11,7 @@ also for sinks and keys in 16 bits.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -32,6 +32,24 @@ from parallel.packing import AttentionCall, ChunkBounds, PackedSequences
 
 logger = logging.getLogger(__name__)
 _SINK_CHANNELS = 2  # channels that `append_sinks` adds
+
+
+def sharded_along_dim_0(
+    module: torch.nn.Module, tp_group: ProcessGroup, prefix: str, sharded_offsets: tuple, metadata: Any
+) -> dict[str, Any]:
+    """Return the parameters of `module` as Megatron's checkpoints need them: sharded along dim 0 over the ranks of `tp_group`.
+
+    The other arguments are those of Megatron's `sharded_state_dict`.
+    """
+    state = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        state,
+        prefix,
+        dict.fromkeys(state, 0),
+        sharded_offsets,
+        tp_group=tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
 
 
 @dataclass(frozen=True)
@@ -89,14 +107,7 @@ class PackedAttention(torch.nn.Module):
         """Return the sinks, if there are any, as Megatron's checkpoints need them: sharded along dim 0."""
         if self.softmax_offset is None:
             return {}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_along_dim_0(self, self.tp_group, prefix, sharded_offsets, metadata)
 
     def forward(
         self,
@@ -112,7 +123,20 @@ class PackedAttention(torch.nn.Module):
         assert isinstance(packed_seq_params, PackedSequences), (
             f"expected PackedSequences, got {type(packed_seq_params)}"
         )
-        pack = packed_seq_params
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pack: PackedSequences,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # [L, n*d]
+        """Compute the attention over the keys in `masks`, which has one mask for each call of the pack: see `attend_batched`.
+
+        If `masks` is None, a token attends to all keys that `pack` describes.
+        """
         if self.cp_group.size() > 1:
             both = torch.cat([key, value], dim=-1)
             key, value = gather_from_sequence_parallel_region(both, True, self.cp_group).chunk(2, dim=-1)
@@ -124,10 +148,11 @@ class PackedAttention(torch.nn.Module):
         softmax = SoftmaxSettings(self.scale, dropout, self.window, self.softmax_offset)
         # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
         # with dropout never activates them, not even when it is evaluated.
-        if pack.chunks is not None and supports_varlen(query.device, query.dtype) and not self.dropout:
+        can_use_varlen = masks is None and supports_varlen(query.device, query.dtype) and not self.dropout
+        if pack.chunks is not None and can_use_varlen:
             out = _attend_varlen(query, key, value, pack.chunks, softmax).flatten(1)
         else:
-            out = attend_batched(query, key, value, pack.calls, softmax).flatten(1)
+            out = attend_batched(query, key, value, pack.calls, softmax, masks).flatten(1)
         if pack.query_index is None:
             return out
         return torch.empty_like(out).index_copy(0, pack.query_index, out)
@@ -340,23 +365,38 @@ def attend_batched(
     value: Tensor,
     calls: tuple[AttentionCall, ...],
     softmax: SoftmaxSettings,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:  # [L, n, channels of value]
-    """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device."""
+    """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device.
+
+    `masks` [count, num_queries, num_keys], one for each call, are True at the keys to which a query attends. They must be causal.
+    None in place of a mask: a query attends to all keys that AttentionCall describes.
+    """
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     queries = query.split([call.count * call.num_queries for call in calls])
     keys, values = (x.split([call.count * call.num_keys for call in calls]) for x in (key, value))
-    out = [_attend_call(*parts, softmax) for parts in zip(queries, keys, values, calls, strict=True)]
+    chosen = [None] * len(calls) if masks is None else masks
+    out = [_attend_call(*parts, softmax) for parts in zip(queries, keys, values, calls, chosen, strict=True)]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _attend_call(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, softmax: SoftmaxSettings) -> Tensor:
+def _attend_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    chosen: Tensor | None,
+    softmax: SoftmaxSettings,
+) -> Tensor:
     q, k, v = (x.view(call.count, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     square, window, sinks = call.num_queries == call.num_keys, softmax.window, softmax.sinks
     has_window = window is not None and window < call.num_keys
-    mask = None
-    if has_window or sinks is not None or (not square and call.num_queries > 1):
+    mask = None if chosen is None else chosen.unsqueeze(1)  # the same keys for all heads
+    if chosen is not None:
+        assert window is None and sinks is None, "sparse attention has no windows and no sinks"
+    elif has_window or sinks is not None or (not square and call.num_queries > 1):
         own_key = call.num_keys - call.num_queries  # index of the first query's own key
         mask = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
         if window is not None:

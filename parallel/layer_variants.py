@@ -17,12 +17,12 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from parallel import groups
+from parallel.attention import sharded_along_dim_0
 from parallel.packing import PackedSequences
 from parallel.rope import QueryScaling
 
@@ -46,14 +46,7 @@ class ProjectionNorm(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Return the weight as Megatron's checkpoints need it: sharded along dim 0."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_along_dim_0(self, self.group, prefix, sharded_offsets, metadata)
 
 
 class _NormOverRanks(torch.autograd.Function):

@@ -102,6 +102,11 @@ class PackedSequences(PackedSeqParams):
     # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
+    # index of a layer with an indexer -> the keys that it has chosen, see parallel.sparse_attention. Only for layers whose choice
+    # the next layer reads, and only until the last reader has read it.
+    chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    # [MTP layers, L] token 1, 2, ... after each token in its sequence, 0 after the end; None: MTP layers do not compute
+    later_tokens: Tensor | None = None
 
     @property
     def local_index(self) -> Ints:

@@ -28,13 +28,14 @@ class PackedMicroBatch(Protocol):
     def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to replay, see parallel.megatron_layers
 
 
-OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Tensor]
+OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Any]
 """Function that computes the input of the loss function on the last pipeline stage.
 
 Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence parallelism), the output layer, the weight of a tied
-embedding (None: not tied), and the micro-batch.
+embedding (None: not tied), and the micro-batch. If MTP layers compute, the hidden states are [L, (1 + MTP layers) * H], those of
+the model first, and the result is a tuple whose first element is the output for the model.
 """
-type LossFunction[O] = Callable[[Tensor, Any], tuple[Tensor, O]]
+type LossFunction[O] = Callable[[Any, Any], tuple[Tensor, O]]
 """Function that gets (result of the output head, micro-batch) and returns (loss, outputs of the micro-batch)."""
 
 
@@ -87,8 +88,8 @@ def run_forward_backward[O](
 
 
 def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callable:
-    def output_processor(*, hidden_states: Tensor, output_layer, output_weight, context, **unused) -> Tensor:
-        return head(hidden_states[:, 0], output_layer, output_weight, context)
+    def output_processor(*, hidden_states: Tensor, output_layer, output_weight, context, **unused) -> Any:
+        return head(hidden_states.flatten(1), output_layer, output_weight, context)
 
     def forward_step(iterator, module):
         micro = next(iterator)
@@ -106,12 +107,12 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
                 output_processor_context=micro,
             )
 
-        def loss_func(output: Tensor):
+        def loss_func(output: Any):
             with span("loss", "micro_batch"):
                 loss, report = loss_function(output, micro)
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
-        _record_backward(output, len(micro.tokens))
+        _record_backward(output[0] if isinstance(output, tuple) else output, len(micro.tokens))
         return output, loss_func
 
     return forward_step

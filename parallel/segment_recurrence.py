@@ -1,16 +1,17 @@
-"""Recurrent computations over packed sequences with shared prompts: short causal convolution and gated delta rule.
+"""Recurrent computations over packed sequences with shared prompts: short causal convolution, gated delta rule, and Mamba-2.
 
 A recurrence passes a state from token to token. In a pack, the first token of a segment continues from the last token of the
-parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. The gated delta
-rule computes chunks of CHUNK tokens in parallel (Yang et al., 2024, "Gated Delta Networks", arXiv:2412.06464, section 3.3). The
-chunks of a pack form a forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all
-chunks with the same number of chunks before them in their sequence, and is computed in one batch. This module does not
-communicate.
+parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. Both recurrences
+compute chunks of CHUNK tokens in parallel: the gated delta rule as in Yang et al., 2024, "Gated Delta Networks",
+arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21060, section 6. The chunks of a pack form a
+forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all chunks with the same
+number of chunks before them in their sequence, and is computed in one batch. This module does not communicate.
 
 In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, and k and
 v are the numbers of channels of a key and of a value.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,13 +133,13 @@ def _chunk_forest(layout: PackLayout, chunk: int) -> tuple[Ints, Ints, Ints, lis
     return first, positions, widths, previous
 
 
-def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan) -> Tensor:
-    """Return the depthwise convolution [S, D] of `x` [S, D] with `weight` [D, 1, kernel] along each sequence.
+def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan, bias: Tensor | None = None) -> Tensor:
+    """Return the depthwise convolution [S, D] of `x` [S, D] with `weight` [D, 1, kernel] along each sequence, plus `bias` [D].
 
     The last element of a kernel is the factor of the token itself, and the element before it is the factor of the token before.
     The tokens before the start of a sequence count as zeros.
     """
-    out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, groups=len(weight))[0].T
+    out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, bias, groups=len(weight))[0].T
     return out if plan.convolved is None else out.index_select(0, plan.convolved)
 
 
@@ -178,12 +179,7 @@ def _scan(
     plan: RecurrencePlan,
 ) -> Tensor:  # [N, n, C, v]
     """Compute the outputs inside each chunk, and pass the states from level to level."""
-    ones = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=query.device)
-    later, same = ones.triu(1), ones.triu() & ones.tril()
-    distance = decay[..., :, None] - decay[..., None, :]
-    # A token has the distance zero from itself. As a constant, this zero adds nothing to the gradients of `decay`. Otherwise, two
-    # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
-    pairs = distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()  # [N, n, C, C]
+    pairs = _decay_of_pairs(decay)
     system = (weighted_key @ key.transpose(-1, -2)) * pairs
     scores = (query @ key.transpose(-1, -2)) * pairs
     from_start = decay.exp()[..., None]
@@ -196,14 +192,96 @@ def _scan(
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)
     factors, scores_of = decay[..., -1].exp()[..., None, None].split(widths), scores.split(widths)
     state = solved.new_zeros(widths[0], query.size(1), query.size(-1), weighted_value.size(-1))
-    written, outputs = values[0], []
+
+    def read(level: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        written = values[level] - corrections[level] @ state
+        return reads[level] @ state + scores_of[level] @ written, written
+
+    def advance(level: int, state: Tensor, written: Tensor) -> Tensor:
+        return state * factors[level] + writes[level] @ written
+
+    return _over_levels(plan, state, read, advance)
+
+
+def _decay_of_pairs(decay: Tensor) -> Tensor:
+    """Return the factor [..., C, C] by which a state decays from one token of a chunk to another; 0 for earlier tokens.
+
+    `decay` [..., C]: logarithm of the decay from the start of the chunk to each token.
+    """
+    ones = torch.ones(decay.size(-1), decay.size(-1), dtype=torch.bool, device=decay.device)
+    later, same = ones.triu(1), ones.triu() & ones.tril()
+    distance = decay[..., :, None] - decay[..., None, :]
+    # A token has the distance zero from itself. As a constant, this zero adds nothing to the gradients of `decay`. Otherwise, two
+    # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
+    return distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()
+
+
+def _over_levels(
+    plan: RecurrencePlan,
+    state: Tensor,  # states before the chunks of the first level
+    read: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    advance: Callable[[int, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return the outputs of all chunks. The states after the chunks of a level are passed to their successors.
+
+    `read(level, state)` returns the outputs of a level and what its chunks write. `advance(level, state, written)` returns the
+    states after the chunks of a level.
+    """
+    written, outputs = state, []
     for level, rows in enumerate(plan.previous):
         if level:
-            state = state * factors[level - 1] + writes[level - 1] @ written
+            state = advance(level - 1, state, written)
             state = state if rows is None else state.index_select(0, rows)
-        written = values[level] - corrections[level] @ state
-        outputs.append(reads[level] @ state + scores_of[level] @ written)
+        out, written = read(level, state)
+        outputs.append(out)
     return torch.cat(outputs)
+
+
+def selective_scan(
+    query: Tensor,  # [S, g, k] one query for all heads of a group
+    key: Tensor,  # [S, g, k] one key for all heads of a group
+    value: Tensor,  # [S, n, v]
+    log_decay: Tensor,  # [S, n] logarithm of the factor of the state, at most 0
+    step: Tensor,  # [S, n] weight of the update
+    plan: RecurrencePlan,
+) -> Tensor:  # [S, n, v]
+    """Return the outputs of the recurrence of Mamba-2, computed in float32 or in a wider dtype.
+
+    For each head, token t updates the state M [k, v] of its sequence and reads it (arXiv:2405.21060, equation 1, whose B, C and x
+    are key, query and value):
+
+        M_t = a M_(t-1) + d k_t v_t^T,    o_t = M_t^T q_t
+
+    where a = exp(log_decay) and d = step. M is zero before the first token. The n heads form g groups of consecutive heads. In a
+    chunk, the outputs are computed as attention with decays, and the states are passed from chunk to chunk (section 6 of the
+    paper). The heads of a group are columns of one matrix product, so no query or key is copied for each head.
+    """
+    dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
+    query, key, value, log_decay, step = (x.to(wide) for x in (query, key, value, log_decay, step))
+    groups = query.size(1)
+    by_head = value.size(1) // groups, value.size(2)  # heads of a group, channels
+    query, key = _chunks(query, plan), _chunks(key, plan)  # [N, g, C, k]
+    values = _chunks((value * step[..., None]).view(len(value), groups, -1), plan)  # [N, g, C, heads * v]
+    decay = _chunks(log_decay.view(len(log_decay), groups, -1), plan).cumsum(-2)  # [N, g, C, heads]
+    pairs = _decay_of_pairs(decay.transpose(-1, -2))  # [N, g, heads, C, C]
+    scores = (query @ key.transpose(-1, -2)).unsqueeze(2) * pairs
+    inside = (scores @ values.unflatten(-1, by_head).transpose(2, 3)).transpose(2, 3)  # [N, g, C, heads, v]
+    to_end = (decay[..., -1:, :] - decay).exp().unsqueeze(-1)
+    updates = key.transpose(-1, -2) @ (values.unflatten(-1, by_head) * to_end).flatten(-2)  # [N, g, k, heads * v]
+    widths = list(plan.widths)
+    queries_of, inside_of, updates_of = query.split(widths), inside.split(widths), updates.split(widths)
+    from_start = decay.exp().unsqueeze(-1).split(widths)  # for each level: [width, g, C, heads, 1]
+
+    def read(level: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        before = (queries_of[level] @ state).unflatten(-1, by_head)
+        return before * from_start[level] + inside_of[level], updates_of[level]
+
+    def advance(level: int, state: Tensor, update: Tensor) -> Tensor:
+        return (state.unflatten(-1, by_head) * from_start[level][..., -1:, :, :]).flatten(-2) + update
+
+    state = updates.new_zeros(widths[0], *updates.shape[1:])
+    out = _over_levels(plan, state, read, advance)  # [N, g, C, heads, v]
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).flatten(1, 2).to(dtype)
 
 
 def _l2_norm(x: Tensor) -> Tensor:

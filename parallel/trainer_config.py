@@ -156,6 +156,8 @@ class OptimConfig:
 
 MERGED_ELEMENTS = 1 << 22
 """Largest number of elements of W + (alpha / rank) B A that are computed at a time, in float32."""
+INDEX_PRODUCTS = 1 << 26
+"""Largest number of products of queries and keys of all heads of an indexer that are in memory at a time, in float32."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Row:
             "not engine_is_native": self.settings.get("engine_is_native") is False,
             "experts": has_experts,
             "no experts": not has_experts,
-            "gated delta nets": "linear_num_key_heads" in self.fields,
+            "recurrent layers": bool({"linear_num_key_heads", "mamba_num_heads"} & self.fields),
             "images": self.architecture.endswith("ForConditionalGeneration"),
         }
 

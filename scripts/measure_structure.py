@@ -25,13 +25,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
 CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
-    "modules": 299,
+    "modules": 311,
     "modules under 60 lines": 11,
     "modules in the root of mrl": 6,
     "public class names defined twice": 0,
     "lines of the longest function": 80,
     "lines of the longest file": 500,
-    "config leaf keys": 251,
+    "config leaf keys": 253,
     "config leaf keys without a description": 0,
     "functions from the command line to the loss": 59,
     "functions from the optimizer to the engine": 30,

@@ -1,5 +1,8 @@
 """Configs of dense models as their authors published them."""
 
+from math import inf
+
+ABSENT = object()  # value of a field of ANY that a config does not have
 ANY = dict(
     attention_dropout=0.0,
     hidden_act="silu",
@@ -9,6 +12,13 @@ ANY = dict(
     transformers_version="4.51.0",
     use_cache=True,
 )
+
+
+def published(fields: dict) -> dict:
+    """Return all fields of a config. `fields`: the fields that differ from ANY."""
+    return {name: value for name, value in (ANY | fields).items() if value is not ABSENT}
+
+
 QWEN = dict(bos_token_id=151643, eos_token_id=151645, rms_norm_eps=1e-6, rope_theta=1e6, use_sliding_window=False)
 LLAMA31_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -261,6 +271,66 @@ QWEN35_27B = QWEN | dict(  # the text model
     ),
     rope_theta=1e7,
     vocab_size=248320,
+)
+NEMOTRON = dict(  # the fields that the published configs of Nemotron-H have in common
+    architectures=["NemotronHForCausalLM"],
+    attention_bias=False,
+    auto_map={},
+    bos_token_id=1,
+    chunk_size=128,
+    conv_kernel=4,
+    expand=2,
+    head_dim=128,
+    hidden_act=ABSENT,
+    hidden_dropout=0.0,
+    layer_norm_epsilon=1e-5,
+    mamba_hidden_act="silu",
+    mamba_proj_bias=False,
+    mlp_bias=False,
+    mlp_hidden_act="relu2",
+    model_type="nemotron_h",
+    n_groups=8,
+    num_logits_to_keep=1,
+    pad_token_id=0,
+    rescale_prenorm_residual=True,
+    residual_in_fp32=False,
+    sliding_window=None,
+    ssm_state_size=128,
+    time_step_floor=0.0001,
+    time_step_max=0.1,
+    time_step_min=0.001,
+    use_bias=False,
+    use_conv_bias=True,
+    use_mamba_kernels=True,
+    vocab_size=131072,
+)
+NEMOTRON_H_8B = NEMOTRON | dict(
+    attention_head_dim=128,
+    head_dim=ABSENT,
+    hidden_size=4096,
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    intermediate_size=21504,
+    mamba_head_dim=64,
+    mamba_num_heads=128,
+    max_position_embeddings=8192,
+    num_attention_heads=32,
+    num_hidden_layers=52,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    time_step_limit=[0.0, inf],
+)
+NEMOTRON_NANO_9B_V2 = NEMOTRON | dict(
+    hidden_size=4480,
+    hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    intermediate_size=15680,
+    mamba_head_dim=80,
+    mamba_num_heads=128,
+    max_position_embeddings=131072,
+    num_attention_heads=40,
+    num_hidden_layers=56,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    time_step_limit=[0.0, inf],
 )
 GLM4_9B = dict(  # GLM-4-9B-0414
     architectures=["Glm4ForCausalLM"],

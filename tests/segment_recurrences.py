@@ -45,3 +45,13 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, bet
         state = state + torch.einsum("nk,nv->nkv", k, b[:, None] * (v - predicted))
         outputs.append(torch.einsum("nkv,nk->nv", state, q) / q.size(-1) ** 0.5)
     return torch.stack(outputs)
+
+
+def selective_scan(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, step: Tensor) -> Tensor:
+    """Return the outputs [L, n, v] of the recurrence of Mamba-2 for one sequence, from token to token. Queries are [L, g, k]."""
+    query, key = (x.repeat_interleave(value.size(1) // x.size(1), dim=1) for x in (query, key))
+    state, outputs = torch.zeros(*key.shape[1:], value.size(2), dtype=value.dtype), []
+    for q, k, v, g, d in zip(query, key, value, log_decay, step, strict=True):
+        state = g.exp()[:, None, None] * state + torch.einsum("nk,nv->nkv", k, d[:, None] * v)
+        outputs.append(torch.einsum("nkv,nk->nv", state, q))
+    return torch.stack(outputs)

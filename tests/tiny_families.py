@@ -1,5 +1,6 @@
 """Tiny random models of every family in Hugging Face format. Norm weights and biases are random, too."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,22 @@ RECURRENT = dict(
     full_attention_interval=2,
     rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
 )
+# two groups for each of two ranks, and two heads in each group; keys and values have different numbers of channels. The steps of
+# all heads are far from zero: transformers raises smaller steps than time_step_min, but mrl and SGLang do not.
+MAMBA = dict(
+    num_hidden_layers=4,
+    layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    ssm_state_size=10,
+    n_groups=4,
+    conv_kernel=4,
+    time_step_min=1e-30,
+    time_step_max=1.0,
+    time_step_floor=0.3,
+    rescale_prenorm_residual=False,
+)
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # the defaults are not in the vocabulary
 
 SIGMOID_ROUTED_MOE = dict(
@@ -99,6 +116,8 @@ LATENT |= dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
 DEEPSEEK_ROPE = dict(
     YARN_ROPE, factor=40.0, beta_fast=2, beta_slow=1, mscale=1.0, mscale_all_dim=0.707, rope_theta=500.0
 )
+# so many heads that the index scores of two keys are never both zero, where transformers would choose one in no fixed order
+INDEXER = dict(index_topk=7, index_n_heads=32, index_head_dim=128)  # SGLang needs 128
 
 MINISTRAL_ROPE = YARN_ROPE | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1, max_position_embeddings=64)
 
@@ -139,6 +158,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
     "deepseek_v3_plain": ("DeepseekV3", SIGMOID_ROUTED_MOE | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "deepseek_v32": ("DeepseekV32", SIGMOID_ROUTED_MOE | LATENT | INDEXER | dict(rope_parameters=DEEPSEEK_ROPE)),
+    # every second layer uses the keys that the layer before it has chosen
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        SIGMOID_ROUTED_MOE
+        | LATENT
+        | INDEXER
+        | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6, index_topk_freq=2, index_skip_topk_offset=1)
+        | dict(indexer_rope_interleave=True),
+    ),
     "gemma3": ("Gemma3", NO_TOKENS | GEMMA),
     "gemma3_biased": (
         "Gemma3",
@@ -150,6 +179,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         NO_TOKENS | GPT_OSS | dict(attention_bias=False, num_key_value_heads=4, tie_word_embeddings=True),
     ),
     "minimax_m2": ("MiniMaxM2", NO_TOKENS | MINIMAX),
+    "nemotron_h": ("NemotronH", NO_TOKENS | MAMBA),
+    "nemotron_h_moe": (
+        "NemotronH",
+        NO_TOKENS
+        | MAMBA
+        | dict(
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"], use_conv_bias=False, conv_kernel=3
+        )
+        | dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, routed_scaling_factor=1.7)
+        | dict(moe_shared_expert_intermediate_size=20, mamba_num_heads=4, num_key_value_heads=4),
+    ),
     "olmo2": ("Olmo2", NO_TOKENS),
     "olmo2_biased": ("Olmo2", NO_TOKENS | dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
     "olmo3": ("Olmo3", NO_TOKENS | WINDOWED),  # layers 0 to 2 have a window
@@ -208,7 +248,7 @@ def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in tensor_name or "bias" in tensor_name:
+            if "norm" in tensor_name or "bias" in tensor_name or tensor_name.endswith(".D"):
                 tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in tensor_name else 0.2))
     model.save_pretrained(folder)
     return Path(folder)
@@ -292,3 +332,50 @@ def prompts_with_images() -> tuple[list[list[int]], list[Any]]:
         pixels = rng.normal(size=(patches, 3 * 2 * 4 * 4)).astype(np.float32)
         images.append(ImageInputs(pixels, np.array(grids, np.int64)) if grids else None)
     return prompts, images
+
+
+def add_mtp_layers(folder: str | Path, count: int = 1) -> dict[str, Any]:
+    """Add MTP layers with random weights to a folder of `make_family`. Returns the added tensors by name.
+
+    The tensors have the names and shapes of the published models: DeepSeek-V3 and GLM-4.5 store an MTP layer as a further decoder
+    layer, with copies of the embedding and the output layer; Qwen3-Next and Qwen3.5 use the prefix `mtp`.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder) / "model.safetensors"
+    tensors = load_file(path)
+    dtype, width = tensors["model.norm.weight"].dtype, len(tensors["model.norm.weight"])
+    layers = {int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")}
+    source = max(n for n in layers if any(name.startswith(f"model.layers.{n}.self_attn.") for name in tensors))
+    is_qwen = any(".linear_attn." in name for name in tensors)
+    generator = torch.Generator().manual_seed(7)
+    added: dict[str, Any] = {}
+
+    def add(name: str, shape: tuple[int, ...], kind: torch.dtype = dtype) -> None:
+        offset = 1.0 if "norm" in name and not is_qwen else 0.0
+        added[name] = (offset + 0.2 * torch.randn(shape, generator=generator)).to(kind)
+
+    for depth in range(count):
+        layer = f"mtp.layers.{depth}" if is_qwen else f"model.layers.{len(layers) + depth}"
+        prefix = "mtp" if is_qwen else layer
+        norms = (
+            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+            if is_qwen
+            else ("enorm", "hnorm", "shared_head.norm")
+        )
+        for name in norms:
+            add(f"{prefix}.{name}.weight", (width,))
+        add(f"{prefix}.{'fc' if is_qwen else 'eh_proj'}.weight", (width, 2 * width))
+        for name, tensor in tensors.items():
+            if name.startswith(f"model.layers.{source}."):
+                add(name.replace(f"model.layers.{source}", layer), tuple(tensor.shape), tensor.dtype)
+        if not is_qwen:
+            added[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            added[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | added, path, {"format": "pt"})
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if config["model_type"] != "qwen3_next":  # its configs do not mention MTP layers
+        config["mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"] = count
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+    return added

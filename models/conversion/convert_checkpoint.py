@@ -5,7 +5,8 @@ GPU. Only `check_logits` builds models in memory. `from_gguf` converts a GGUF fi
 folder. It dequantizes quantized weights.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.architecture import Architecture
-from models.conversion.hf_reader import HFWeights, check_tensors, dtype_name, torch_dtype
+from models.conversion.hf_reader import CopiedTensors, HFWeights, check_tensors, dtype_name, torch_dtype
 from models.conversion.hf_writer import MAX_SHARD_BYTES, HFFolderWriter, tensor_kinds
 from models.conversion.mapping import ParamMapping
 from models.conversion.megatron_checkpoint import (
@@ -21,6 +22,7 @@ from models.conversion.megatron_checkpoint import (
     MegatronWriter,
     TensorLocation,
     TensorToWrite,
+    contains_mtp,
     layers_are_stacked,
     merged_shape,
 )
@@ -87,29 +89,39 @@ def to_hf(
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
-    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. If a
-    conversion was interrupted, a second call resumes it.
+    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. MTP
+    layers that the checkpoint does not have are copied from the folder of `config`, if it has weights. If a conversion was
+    interrupted, a second call resumes it.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted
             conversion had other inputs, or the disk has too little free space.
     """
     refuse_existing(output)
+    config = replace(config, train_mtp=contains_mtp(checkpoint))
     arch = family_of(config).read(config)
     rows = family_of(config).param_mappings(arch)
     reader = MegatronReader(checkpoint, arch, rows)
     kinds = tensor_kinds(rows, arch.sizes, {row: dtype_name(dtype or reader.dtype(row)) for row in rows})
+    sources = family_of(config).mtp_copies(arch)
+    kinds |= {copy: kinds[source] for copy, source in sources.items()}
+    copied = CopiedTensors.of(config)
     options: dict[str, Any] = dict(convert="to-hf", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
-    with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *reader.files])}) as partial:
-        writer = HFFolderWriter(partial, kinds, max_shard_bytes)
+    options["files"] = fingerprint([config.path, *reader.files, *copied.files])
+    with ResumableFolder.beside(output, options) as partial:
+        writer = HFFolderWriter(partial, kinds, max_shard_bytes, copied.kinds)
         remaining_bytes = writer.num_bytes(missing_only=True)
         partial.require_space(remaining_bytes)
         progress.begin(writer.num_bytes(), writer.num_bytes() - remaining_bytes)
         for row in rows:
-            if any(writer.needs(name) for name in row.hf):
+            copies = {name: [copy for copy, source in sources.items() if source == name] for name in row.hf}
+            if any(writer.needs(each) for name in row.hf for each in (name, *copies[name])):
                 for name, tensor in row.to_hf([reader.read(row)], arch.sizes).items():
-                    if writer.needs(name):
-                        progress.advance(writer.write(name, tensor))
+                    for each in (each for each in (name, *copies[name]) if writer.needs(each)):
+                        progress.advance(writer.write(each, tensor))
+        for name, tensor in copied:
+            if writer.needs(name):
+                progress.advance(writer.write(name, tensor))
         writer.complete(config.path.parent, {})
 
 
@@ -178,6 +190,7 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
     Raises ValueError if the folder or the checkpoint is incomplete or damaged, or if the checkpoint belongs to another model.
     """
+    config = replace(config, train_mtp=contains_mtp(checkpoint))
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
     arch = family_of(config).read(config)
@@ -223,6 +236,9 @@ def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     has_vision = family_of(config).read(config).vision is not None
     model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
+    for module in reference.modules():  # see docs/tutorials/model.md: only transformers limits the steps of Nemotron-H
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
     return reference(tokens[None]).logits[0]
 
 

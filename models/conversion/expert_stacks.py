@@ -6,7 +6,7 @@ expert: the tensor `X.experts.3.down_proj` of the table is part 3 of the stored 
 
 A folder may have a stack of matrices in MXFP4: `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` in place of
 `X.experts.down_proj`. MXFP4 (Open Compute Project, Microscaling Formats, 2023) has 4 bits for each value, and one scale, a power
-of two, for each block of 32 values. The two tensors contain the matrices as [out, in].
+of two or NaN, for each block of 32 values. The two tensors contain the matrices as [out, in].
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the driver checks headers without importing torch
 BLOCK = 32  # number of values with a common scale
 PACKED_DTYPE = "U8"  # dtype of blocks and scales in the spelling of safetensors
 DEQUANTIZED_DTYPE = "BF16"  # dtype of the values that this module returns, in the spelling of safetensors
+SCALES_SUFFIX = "_scales"  # of the tensor with the scales of a stack in MXFP4
+NAN_SCALE = 255  # scale that makes all values of its block NaN
 QUANT_METHOD = "mxfp4"
 """Value of `quant_method` in the field `quantization_config` of config.json."""
 
@@ -83,7 +85,7 @@ def stored_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[s
 
 def mxfp4_names(stack: str) -> tuple[str, str]:
     """Return the names of the blocks and of the scales of a stack of matrices in MXFP4."""
-    return f"{stack}_blocks", f"{stack}_scales"
+    return f"{stack}_blocks", f"{stack}{SCALES_SUFFIX}"
 
 
 def mxfp4_shapes(stack: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -103,10 +105,11 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the values [..., 32 * n] of n MXFP4 blocks in bfloat16. The result is exact, because bfloat16 has enough bits.
 
     `blocks`: [..., n, 16] uint8; the lower half of a byte is the first of its two values. `scales`: [..., n] uint8; a number e
-    stands for the scale 2 ** (e - 127).
+    stands for the scale 2 ** (e - 127). No scale may be NAN_SCALE, which `check_tensors` refuses.
     """
     import torch  # imported only where tensors are processed
 
+    assert not (scales == NAN_SCALE).any(), f"a scale of the {scales.numel()} MXFP4 blocks is NaN"
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32, device=blocks.device)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1).flatten(-2)
     exponents = scales.int() - _EXPONENT_BIAS

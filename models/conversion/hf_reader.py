@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,11 @@ import xxhash
 
 from models.architecture import SCORE_BIAS
 from models.conversion.expert_stacks import (
+    BLOCK,
     DEQUANTIZED_DTYPE,
+    NAN_SCALE,
     PACKED_DTYPE,
+    SCALES_SUFFIX,
     StackPart,
     dequantize_mxfp4,
     mxfp4_names,
@@ -200,12 +204,17 @@ class HFWeights:
 
         A tensor in MXFP4 is dequantized to bfloat16.
         """
+        tensors = self._parts(name)
+        return dequantize_mxfp4(*tensors) if len(tensors) > 1 else tensors[0]
+
+    def _parts(self, name: str) -> list[Tensor]:
+        """Return [the tensor], or, for a tensor in MXFP4, [its blocks, its scales]."""
         part, stored = self._stored(name)
         tensors = [self._mapped(each) for each in stored]
         if part is None:
-            return tensors[0]
+            return tensors
         parts = [tensor[part.index] for tensor in tensors]
-        return dequantize_mxfp4(*parts) if len(parts) > 1 else part.oriented(parts[0])
+        return parts if len(parts) > 1 else [part.oriented(parts[0])]
 
     def _mapped(self, name: str) -> Tensor:
         import torch  # only processes that read tensors import it
@@ -222,16 +231,41 @@ class HFWeights:
         return raw.view(dtype).view(entry.shape)
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice."""
-        part = self[name]
-        shape = tuple(part.shape)
+        """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice.
+
+        Of a tensor in MXFP4, only the blocks that contain values of the slice are dequantized.
+        """
+        parts = self._parts(name)
+        packed = len(parts) > 1
+        shape = (parts[1].size(0), parts[1].size(1) * BLOCK) if packed else tuple(parts[0].shape)
         fits = len(starts) == len(sizes) == len(shape) and all(
             start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
         )
         assert fits, f"{name} has shape {shape}: no slice of shape {tuple(sizes)} begins at {tuple(starts)}"
+        if packed:
+            (row, column), (rows, columns) = starts, sizes
+            first, end = column // BLOCK, -(-(column + columns) // BLOCK)
+            values = dequantize_mxfp4(*(part[row : row + rows, first:end] for part in parts))
+            return values.narrow(1, column - first * BLOCK, columns).clone()
+        part = parts[0]
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part.clone()
+
+    def check_scales(self, name: str) -> None:
+        """Raise ValueError if the tensor `name`, which has scales of MXFP4 blocks, has a scale that is NaN."""
+        entry, path = self._entries[name], self._file_of[name]
+        found = self._map(path).find(bytes([NAN_SCALE]), entry.start, entry.start + entry.nbytes)
+        if found < 0:
+            return
+        offset, position = found - entry.start, []
+        for size in reversed(entry.shape):
+            offset, index = divmod(offset, size)
+            position.insert(0, index)
+        raise ValueError(
+            f"{path}: {name}{position} is {NAN_SCALE}, which stands for NaN in MXFP4 (OCP Microscaling Formats, version 1.0); "
+            f"expected a scale below {NAN_SCALE}. Download the file again."
+        )
 
     def release(self, name: str) -> None:
         """Free the memory of the tensor's pages. The next use reads them from disk again."""
@@ -296,11 +330,19 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 def weights_fingerprint(folder: str | Path) -> str:
     """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
 
-    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read.
+    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read, and files that
+    have not changed since an earlier call in this process are not read again.
     """
-    folder, digest = Path(folder), xxhash.xxh3_128()
-    for path in _weight_files(folder, _read_index(folder)):
-        size = path.stat().st_size
+    folder = Path(folder)
+    stats = [(path, path.stat()) for path in _weight_files(folder, _read_index(folder))]
+    return _hash_samples(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
+
+
+@lru_cache(maxsize=1)
+def _hash_samples(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return a hash of samples from these files. `files`: (path, number of bytes, time of the last change) of each file."""
+    digest = xxhash.xxh3_128()
+    for path, size, _ in files:
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for sample in range(_NUM_SAMPLES):
@@ -309,36 +351,84 @@ def weights_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
+def check_hf_folder(folder: str | Path, family: str | None = None, train_mtp: bool = False) -> HFConfig:
     """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config.
 
     No weights are loaded. If mrl wrote the folder, all its files are read and compared with their hashes. `family` is a
-    reference to a family that is not in models/families (see models.families.load_family).
+    reference to a family that is not in models/families (see models.families.load_family). With `train_mtp`, the folder must have
+    the MTP layers of the config.
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
             dtype, or has a shape that does not match the config.
     """
-    config = HFConfig.load(folder, family)
+    config = HFConfig.load(folder, family, train_mtp)
     check_tensors(config, HFWeights(folder))
     return config
+
+
+@dataclass(frozen=True)
+class CopiedTensors:
+    """Tensors that exports copy unchanged from the input folder: the MTP layers, unless they are trained."""
+
+    weights: HFWeights | None  # None: there are no such tensors
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: HFConfig) -> CopiedTensors:
+        """Return the tensors of the folder of `config`. A reward model has none. A folder without weights has none either."""
+        folder, family = config.path.parent, family_of(config)
+        has_weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+        if not family.has_mtp_layers or config.is_reward_model or not has_weights:
+            return cls(None, ())
+        weights, arch = HFWeights(folder), family.read(config)
+        trained = family.hf_shapes(arch).keys() | family.mtp_copies(arch)
+        names = (name for name in weights.shapes() if family.is_in_mtp_layer(name, arch) and name not in trained)
+        return cls(weights, tuple(names))
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype in the spelling of safetensors, shape)."""
+        if self.weights is None:
+            return {}
+        dtypes, shapes = self.weights.dtypes(), self.weights.shapes()
+        return {name: (dtypes[name], shapes[name]) for name in self.names}
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that contain the tensors."""
+        return sorted({self.weights.file_of(name) for name in self.names}) if self.weights else []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor). The memory of a tensor is freed when the next one is read."""
+        for name in self.names:
+            assert self.weights is not None, "there are names only if there are weights"
+            yield name, self.weights[name]
+            self.weights.release(name)
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """Raise ValueError if the tensors in `weights` are not exactly the tensors of a model with this config.
 
-    If mrl wrote the folder, all its files are read and compared with their hashes.
+    In MXFP4, all scales are read, and none may be NaN. If mrl wrote the folder, all its files are read and compared with their
+    hashes.
     """
     family = family_of(config)
     arch = family.read(config)
     shapes, dtypes = weights.shapes(), weights.dtypes()
     expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
-    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_mtp_layer(name, arch)}
+    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch) and name not in expected}
+    shapes = {name: shape for name, shape in shapes.items() if name not in copied}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     if arch.is_reward_model and family.engine_score_has_bias:
         shapes.pop(SCORE_BIAS, None)  # mrl writes a bias of 0 for SGLang
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
+    problems += [
+        f"{name} of an MTP layer is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}"
+        for name in copied
+        if dtypes[name] not in ITEM_BYTES
+    ]
     for name, shape in shapes.items():
         title = f"{name} in {weights.file_of(name).name}"
         if name not in expected:
@@ -353,6 +443,9 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
             f"{weights.folder}: config.json and weights disagree in {len(problems)} tensors: {shown}. "
             "Use the config that belongs to the weights, or download the folder again."
         )
+    for name in sorted(packed):
+        if name.endswith(SCALES_SUFFIX):
+            weights.check_scales(name)
     check_folder(weights.folder)
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from models.conversion.hf_reader import (
     INDEX,
     ITEM_BYTES,
     TORCH_NAMES,
+    CopiedTensors,
     TensorEntry,
     dtype_name,
     file_layout,
@@ -44,9 +45,18 @@ class HFFolderWriter:
     """
 
     def __init__(
-        self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        partial: ResumableFolder,
+        tensors: dict[str, TensorKind],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        copied: Mapping[str, TensorKind] | None = None,
     ) -> None:
-        """`tensors` are all tensors of the table, in order. A tensor larger than `max_shard_bytes` gets a file of its own."""
+        """`tensors` are all tensors of the table, in order. A tensor larger than `max_shard_bytes` gets a file of its own.
+
+        `copied`: further tensors, which have no influence on the dtype in config.json.
+        """
+        self._dtype = TORCH_NAMES[main_dtype(tensors)]
+        tensors = {**tensors, **(copied or {})}
         self.partial, self.tensors = partial, tensors
         stored = stored_tensors(tensors)
         self._file_of_stored: dict[str, str] = {}
@@ -117,7 +127,7 @@ class HFFolderWriter:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         config = dict(fields or json.loads((folder / "config.json").read_text()))
-        _set_dtype(config, TORCH_NAMES[main_dtype(self.tensors)])
+        _set_dtype(config, self._dtype)
         if is_mxfp4(config):  # of the source; the tensors of this folder are not quantized
             del config["quantization_config"]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -137,12 +147,17 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def write_export(
-    tensors: Iterable[tuple[str, Tensor]], config: HFConfig, target: str | Path, extra_files: dict[str, str]
+    tensors: Iterable[tuple[str, Tensor]],
+    config: HFConfig,
+    target: str | Path,
+    extra_files: dict[str, str],
+    copy_mtp: bool = True,
 ) -> None:
     """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `extra_files` (file name -> text).
 
-    `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. `target` appears
-    when it is complete. Raises FileExistsError if `target` exists.
+    `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. With `copy_mtp`,
+    the folder also gets the MTP layers of the folder of `config`, byte for byte, unless they are among `tensors`. `target`
+    appears when it is complete. Raises FileExistsError if `target` exists.
     """
     target = Path(target)
     if target.exists():
@@ -151,14 +166,19 @@ def write_export(
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
         try:
-            _export(partial, config, tensors, extra_files)
+            copied = CopiedTensors.of(config) if copy_mtp else CopiedTensors(None, ())
+            _export(partial, config, tensors, extra_files, copied)
         except BaseException:
             partial.discard()
             raise
 
 
 def _export(
-    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], extra_files: dict[str, str]
+    partial: ResumableFolder,
+    config: HFConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    extra_files: dict[str, str],
+    copied: CopiedTensors,
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
@@ -170,10 +190,14 @@ def _export(
         {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
     )
     kinds |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
-    writer = HFFolderWriter(partial, kinds)
+    sources = family.mtp_copies(arch)
+    kinds |= {copy: kinds[source] for copy, source in sources.items()}
+    writer = HFFolderWriter(partial, kinds, copied=copied.kinds)
     partial.require_space(writer.num_bytes())
-    for name, tensor in chain([first], remaining, constants.items()):
+    for name, tensor in chain([first], remaining, constants.items(), copied):
         writer.write(name, tensor)
+        for copy in (copy for copy, source in sources.items() if source == name):
+            writer.write(copy, tensor)
     writer.complete(config.path.parent, extra_files, config.fields)
 
 

@@ -71,9 +71,10 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     targets = adapted_matrices(rows, lora)
     adapted = {_LAYER.match(row.megatron)[1] for row in rows if any(matrix_name(name) in targets for name in row.hf)}  # type: ignore[unsupported-operation]
     if missing := set(map(str, range(arch.num_layers))) - adapted:
+        layer = min(missing, key=int)
+        own = dict.fromkeys(matrix_name(n) for row in rows if _LAYER.match(row.megatron)[1] == layer for n in row.hf)  # type: ignore[unsupported-operation]
         raise ValueError(
-            f"lora.targets={lora.targets}: layer {min(missing, key=int)} has none of these matrices; add a matrix that every "
-            "layer has, such as a projection of the attention."
+            f"lora.targets={lora.targets}: layer {layer} has none of these matrices; add one of {', '.join(own)}."
         )
 
 

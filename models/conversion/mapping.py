@@ -100,11 +100,15 @@ class ParamMapping:
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
     present_in: Literal[
-        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers"
+        "all", "untied_models", "dense_layers", "moe_layers", "attention_layers", "recurrent_layers", "indexer_layers"
     ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
+    is_frozen: bool = False  # never trained, and without a gradient
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
     whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
+    negative_exp_in_engine: bool = (
+        False  # engines store -exp(x) in place of each value x, such as of the decays of Mamba-2
+    )
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:

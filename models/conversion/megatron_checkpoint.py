@@ -1,10 +1,10 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
-chunks. The keys are the Megatron names in the family's table, with two exceptions. If a model has no experts, its layers are
+chunks. The keys are the Megatron names in the family's table, with three exceptions. If a model has no experts, its layers are
 stacked: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
-same way. A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the vocabulary
-may have padding rows, at the end.
+same way. The decoder layer of an MTP layer has another name. A stored tensor has the shape that it has in a single process. Only
+a tensor with one row per token of the vocabulary may have padding rows, at the end.
 """
 
 import io
@@ -34,11 +34,16 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from models.architecture import Architecture
 from models.conversion.mapping import ParamMapping, VocabMapping
+from models.conversion.mtp_mapping import MTP_PREFIX
 from models.conversion.resumable_folder import ResumableFolder
 from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_checkpoint
 from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_MTP_DECODER = (
+    ".mtp_model_layer.",
+    ".transformer_layer.",
+)  # names of an MTP layer's decoder layer: in the model, in a key
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 # keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")
@@ -58,7 +63,7 @@ class TensorLocation:
     @classmethod
     def of(cls, row: ParamMapping, arch: Architecture, stacked: bool) -> "TensorLocation":
         """Return the location of the tensor of `row`. With `stacked`, all layers share one key."""
-        key, index, counts = row.megatron, (), ()
+        key, index, counts = row.megatron.replace(*_MTP_DECODER), (), ()
         layer = _LAYER.fullmatch(key)
         if stacked and layer:
             key, index, counts = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
@@ -85,6 +90,11 @@ def layers_are_stacked(arch: Architecture) -> bool:
     return not any(
         isinstance(arch.transformer.get(name, 1), list) for name in ("moe_layer_freq", "linear_attention_freq")
     )
+
+
+def contains_mtp(folder: str | Path) -> bool:
+    """Whether the checkpoint has MTP layers, because the run trained them. Raises ValueError if `folder` is no checkpoint."""
+    return any(key.startswith(MTP_PREFIX) for key in validate_checkpoint(Path(folder)).state_dict_metadata)
 
 
 def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
 from models.conversion.mapping import Box, ParamMapping
+from models.conversion.mtp_mapping import MTP_PREFIX
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind
@@ -152,9 +153,9 @@ class ParamBridge:
         """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
         `tensor_of` may replace each parameter with another tensor, such as its gradient. `dtype` must be the dtype of the tensors
-        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers and a vision tower that is not
-        trained are not exported, because they have no gradient. The yielded tensors may share memory with the parameters, so the
-        caller must use or copy them before the parameters change.
+        that `tensor_of` returns (None: the dtype of the parameters). With `tensor_of`, buffers, frozen weights and a vision tower
+        that is not trained are not exported, because they have no gradient. The yielded tensors may share memory with the
+        parameters, so the caller must use or copy them before the parameters change.
         """
         rows = [row for row in self.rows if tensor_of is None or self._has_gradient(row)]
         tensor_of = tensor_of or self.current
@@ -167,7 +168,7 @@ class ParamBridge:
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _has_gradient(self, row: ParamMapping) -> bool:
-        return not row.is_buffer
+        return not (row.is_buffer or row.is_frozen)
 
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
@@ -255,7 +256,7 @@ class WeightBridge(ParamBridge):
 
 def _layer_or_name(name: str) -> str:
     """Return the layer of a parameter (such as `decoder.layers.3`), or the parameter's name if it is in no layer."""
-    return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
+    return ".".join(name.split(".")[:3]) if name.startswith(("decoder.layers.", MTP_PREFIX)) else name
 
 
 def _shard_group(row: ParamMapping) -> ProcessGroup:

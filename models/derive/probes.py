@@ -311,12 +311,12 @@ def _match_fused_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
         fused, down = (tensors[name] for name in names)
         if fused.shape != (2 * down.shape[1], call.x.shape[-1]) or down.shape[0] != call.x.shape[-1]:
             continue
+        gate, up = fused.chunk(2)
         for activation in ACTIVATIONS:
-            error = difference(gated_mlp(call.x, *fused.chunk(2), down, activation), call.y)
+            error = difference(gated_mlp(call.x, gate, up, down, activation), call.y)
             if error <= LIMIT:
-                return Match(
-                    "mlp", dict(zip(("gate_up", "down"), names, strict=True)), dict(activation=activation), error
-                )
+                slots = dict(zip(("gate_up", "down"), names, strict=True))
+                return Match("mlp", slots, dict(activation=activation), error)
     return None
 
 

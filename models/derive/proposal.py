@@ -200,7 +200,9 @@ def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
         return ()
     known = {"rope_type", "type", "partial_rotary_factor", *(f.name for f in dataclass_fields(kind))}
     others = {name: value for name, value in parameters.items() if name not in known and isinstance(value, int | float)}
-    logits = TinyModel(proposal.tiny).logits if others else None
+    if not others:
+        return ()
+    logits = TinyModel(proposal.tiny).logits
     for name, value in others.items():
         changed = proposal.tiny | dict(rope_parameters=parameters | {name: 2 * value})
         if not TinyModel(changed).logits.equal(logits) and not (has_scaling and name == "llama_4_scaling_beta"):
@@ -260,7 +262,7 @@ def _plan_engine(proposal: Proposal) -> None:
         )
     else:
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
-        plan.unsupported_parts = tuple(p for p, names in deciding.items() if names and not source.mentions(names[0]))
+        plan.unsupported_parts = tuple(p for p, names in deciding.items() if not all(map(source.mentions, names)))
         rows = [row for _, group in plan.row_groups for row in group if row.part not in plan.unsupported_parts]
         plan.fusions = source.fusions({name for row in rows for name in row.hf})
     cls = AutoModelForCausalLM._model_mapping[config_class(proposal.config_fields)]

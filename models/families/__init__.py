@@ -9,6 +9,7 @@ from types import ModuleType
 
 from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
+from models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from models.families.gemma3 import GEMMA3
 from models.families.glm4 import GLM4
 from models.families.glm4_moe import GLM4_MOE
@@ -18,6 +19,7 @@ from models.families.minimax_m2 import MINIMAX_M2
 from models.families.ministral3 import MINISTRAL3
 from models.families.mistral import MISTRAL
 from models.families.mixtral import MIXTRAL
+from models.families.nemotron_h import NEMOTRON_H
 from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -32,9 +34,21 @@ from models.hf_config import HFConfig
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(DEEPSEEK_V3, GEMMA3, GLM4_MOE, GPT_OSS, LLAMA, MINIMAX_M2, MISTRAL, MIXTRAL),
-        *(GLM4, MINISTRAL3, QWEN3_5_MOE, SMOL_LM3),
-        *(OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL, SEED_OSS),
+        *(
+            DEEPSEEK_V3,
+            DEEPSEEK_V32,
+            GEMMA3,
+            GLM4,
+            GLM4_MOE,
+            GLM_MOE_DSA,
+            GPT_OSS,
+            LLAMA,
+            MINIMAX_M2,
+            MINISTRAL3,
+            MISTRAL,
+        ),
+        *(MIXTRAL, NEMOTRON_H, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_5, QWEN3_MOE, QWEN3_NEXT, QWEN3_VL),
+        *(QWEN3_5_MOE, SEED_OSS, SMOL_LM3),
     )
 }
 

@@ -346,20 +346,27 @@ def sigmoid_routed_moe_parts(config: HFConfig) -> frozenset[str]:
 
 def read_sigmoid_routed_moe(config: HFConfig) -> dict[str, Any]:
     """Return Megatron's fields for MoE layers with sigmoid routing. Raises ValueError if a value is not supported."""
-    config.expect(norm_topk_prob=True)
-    # These fields describe MTP layers, which are neither loaded nor exported.
+    # These fields describe MTP layers (models/conversion/mtp_mapping.py).
     config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))
     num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]
     return dict(
-        num_moe_experts=config["n_routed_experts"],
         moe_ffn_hidden_size=width,
         moe_layer_freq=[int(layer >= num_dense) for layer in range(num_layers)],
+        moe_shared_expert_intermediate_size=width * (config["n_shared_experts"] or 0) or None,
+        **read_sigmoid_router(config),
+    )
+
+
+def read_sigmoid_router(config: HFConfig) -> dict[str, Any]:
+    """Return Megatron's fields for routers with sigmoid routing. Raises ValueError if a value is not supported."""
+    config.expect(norm_topk_prob=True)
+    return dict(
+        num_moe_experts=config["n_routed_experts"],
         moe_router_topk=config["num_experts_per_tok"],
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=config["routed_scaling_factor"],
-        moe_shared_expert_intermediate_size=width * (config["n_shared_experts"] or 0) or None,
         **_read_expert_groups(config),
     )
 

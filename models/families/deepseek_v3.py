@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping
+from models.conversion.mtp_mapping import NUMBERED_LAYERS
 from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
@@ -152,4 +153,5 @@ DEEPSEEK_V3 = Family(
     ),
     engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
     has_mtp_layers=True,
+    mtp=NUMBERED_LAYERS,
 )

@@ -6,6 +6,7 @@ The MoE layers also have shared experts. decoder_blocks.py explains sigmoid rout
 from dataclasses import replace
 
 from models.architecture import Architecture, Family
+from models.conversion.mtp_mapping import NUMBERED_LAYERS
 from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
@@ -60,4 +61,5 @@ GLM4_MOE = Family(
     ),
     engine_float32=("mlp.gate.weight",),  # the router
     has_mtp_layers=True,
+    mtp=NUMBERED_LAYERS,
 )

@@ -1,6 +1,6 @@
 """MiniMax-M2: MoE in every layer with sigmoid routing, one norm for the queries of all heads and one for the keys, partial RoPE.
 
-decoder_blocks.py explains sigmoid routing. Layers for multi-token prediction are ignored.
+decoder_blocks.py explains sigmoid routing.
 """
 
 from dataclasses import replace

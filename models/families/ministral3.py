@@ -26,8 +26,8 @@ def translate(config: HFConfig) -> Architecture:
         config,
         rope=config.rope(head_dim, without=("llama_4_scaling_beta", "max_position_embeddings")),
     )
-    arch = replace(arch, query_scaling=read_query_scaling(config))
-    return arch if arch.query_scaling.period == 16384 else replace(arch, parts=frozenset([_OTHER_PERIOD]))
+    arch = replace(arch, query_scaling=(scaling := read_query_scaling(config)))
+    return arch if scaling.period == 16384 else replace(arch, parts=frozenset([_OTHER_PERIOD]))
 
 
 MINISTRAL3 = Family(

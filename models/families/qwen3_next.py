@@ -2,14 +2,15 @@
 
 RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside a gated delta net. Qwen3.5 (dense
 models) has MLPs. Qwen3-Next has routed experts and a shared expert. The output of the shared expert is multiplied by the sigmoid
-of one number per token. Layers for multi-token prediction are ignored.
+of one number per token.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from models.architecture import Architecture, Family, recurrent_value_width
+from models.architecture import Architecture, Family
 from models.conversion.mapping import GatedMLPMapping, GatedQKVMapping, HeadGroupsMapping, ParamMapping
+from models.conversion.mtp_mapping import PREFIXED_LAYER
 from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
@@ -25,6 +26,7 @@ from models.families.decoder_blocks import (
     read_decoder,
 )
 from models.hf_config import HFConfig
+from models.multiply_adds import recurrent_value_width
 from parallel.rope import Rope
 
 _KINDS = ("linear_attention", "full_attention")
@@ -224,6 +226,7 @@ QWEN3_5 = Family(
     defaults=RECURRENT_DEFAULTS | dict(num_key_value_heads=4),
     **RECURRENT_ENGINE,
     has_mtp_layers=True,
+    mtp=PREFIXED_LAYER,
 )
 
 
@@ -268,4 +271,5 @@ QWEN3_NEXT = Family(
     ),
     **RECURRENT_ENGINE,
     has_mtp_layers=True,
+    mtp=PREFIXED_LAYER,
 )

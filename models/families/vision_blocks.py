@@ -112,8 +112,9 @@ def with_tower(
             f"hidden_size {width} of the language model."
         )
     config.read_fields.update(("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"))
+    assert language.rope is not None, "language models with images have a rotary embedding"
     try:
-        axes = rope_axes(section, language.rope.dim // 2, interleaved)
+        axes = rope_axes(section, language.rotary_dim // 2, interleaved)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
     features = len(fields.get("deepstack_visual_indexes", ()))

@@ -26,7 +26,7 @@ from mrl.algorithms.losses import PPOClip
 from mrl.bench.device_rates import GIB, MIB, peak_memory, seconds_of
 from mrl.bench.sections import SectionJob, Value
 from mrl.core.types import TokenBlock, TrainBatch
-from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS, Kernels
+from mrl.planner.micro_batch_shape import CPU_KERNELS, GPU_KERNELS, Kernels
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
 from mrl.workers.actor_critic import MegatronActor

@@ -78,8 +78,8 @@ class ResumePoint:
         return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
-_LORA_RANK, _TRAIN_VISION = "lora.rank", "model.train_vision"
-_KEYS = (_LORA_RANK, "lora.alpha", "lora.targets", "lora.experts", _TRAIN_VISION)
+_LORA_RANK, _TRAIN_VISION, _TRAIN_MTP = "lora.rank", "model.train_vision", "model.train_mtp"
+_KEYS = (_LORA_RANK, "lora.alpha", "lora.targets", "lora.experts", _TRAIN_VISION, _TRAIN_MTP)
 """Names of `model_identity` that are config keys."""
 _LORA_BASE = "lora_base"
 
@@ -87,12 +87,12 @@ _LORA_BASE = "lora_base"
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
     """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
-    They are the sizes of the model, and whether the vision tower is trained. With LoRA, they also say which matrices have
-    adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model, which are in
-    the folder `model_path`.
+    They are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, they also say which
+    matrices have adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model,
+    which are in the folder `model_path`.
     """
     identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}
-    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision}
+    identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision, _TRAIN_MTP: arch.mtp_layers > 0}
     if lora.rank:
         identity |= {"lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets), "lora.experts": lora.experts}
         identity[_LORA_BASE] = weights_fingerprint(model_path)
@@ -159,8 +159,8 @@ def check_checkpoint_fits(resume: ResumePoint, expected: Mapping[str, Any], mode
     if resume.checkpoint is None:
         return
     path = resume.checkpoint.path
-    # earlier versions of mrl had no adapters and no vision towers
-    saved = {_LORA_RANK: 0, _TRAIN_VISION: False} | resume.checkpoint.state.get("model", {})
+    # earlier versions of mrl had no adapters, no vision towers and no MTP layers
+    saved = {_LORA_RANK: 0, _TRAIN_VISION: False, _TRAIN_MTP: False} | resume.checkpoint.state.get("model", {})
     new_run = "or start a new run: resume=never with another run.dir."
     for key in _KEYS:
         if saved.get(key) != expected.get(key):

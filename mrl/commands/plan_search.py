@@ -17,7 +17,7 @@ from mrl.config import hydra_entry
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
-from mrl.controller.plan_models import chat_template
+from mrl.controller.plan_models import chat_template, needed_roles
 from mrl.data.images import ImagePrompts
 from mrl.data.prompts import mean_prompt_tokens
 from mrl.data.sources import train_sources
@@ -176,7 +176,16 @@ def step_workload(config: Config) -> StepWorkload:
 
 
 def make_search(config: Config) -> LayoutSearch:
-    """Build the search for a config. Raises ValueError for a mistake in the config."""
+    """Build the search for a config.
+
+    Raises ValueError for a mistake in the config, and for a run with models of the key `roles`, whose GPUs, memory and seconds
+    the search would not count.
+    """
+    if roles := needed_roles(config, build_algorithm(config).needs):
+        raise ValueError(
+            f"roles.{next(iter(roles))}: mrl plan search counts neither the GPUs nor the memory and seconds of the models in "
+            "`roles`, only of actor, critic and engines; compare settings of this run with mrl plan memory."
+        )
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)

@@ -1,8 +1,11 @@
-"""The config section `data`: where prompts and responses come from, and in which order prompts are drawn."""
+"""The config sections `model` and `data`: the trained model, where prompts and responses come from, and the order of prompts."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from omegaconf import MISSING
+
+from mrl.config.command_schema import Dtype
 from mrl.config.process_schema import Node
 from parallel.trainer_config import config_field as key
 
@@ -12,6 +15,33 @@ class RowPolicy(StrEnum):
 
     error = "error"
     skip = "skip"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that is trained: the policy, also called actor."""
+
+    path: str = key(
+        MISSING,
+        "Model: a Hugging Face folder with config.json, *.safetensors and tokenizer, an id on the Hub (OWNER/NAME or "
+        "OWNER/NAME@REVISION), or a URL that fsspec knows.",
+    )
+    dtype: Dtype = key(Dtype.bfloat16, "Precision of model weights and activations.")
+    family: str | None = key(
+        None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
+    )
+    train_vision: bool = key(False, "Whether the vision tower of an image model is trained, too.")
+    train_mtp: bool = key(
+        False,
+        "Whether the layers for multi-token prediction (MTP) are trained, too. Their loss gives no gradient to the policy. If "
+        "they are not trained, exports contain them unchanged (docs/how_to/mtp.md).",
+    )
+    mtp_loss_coef: float = key(0.1, "Coefficient of the loss of the MTP layers (model.train_mtp).", above=0)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one model weight."""
+        return {"bfloat16": 2, "float32": 4}[self.dtype]
 
 
 @dataclass(frozen=True)

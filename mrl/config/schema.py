@@ -14,14 +14,13 @@ from omegaconf import MISSING
 
 from mrl.config.command_schema import (
     CertifyConfig,
-    Dtype,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     SftConfig,
     SweepConfig,
 )
-from mrl.config.data_schema import DataConfig
+from mrl.config.data_schema import DataConfig, ModelConfig
 from mrl.config.process_schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -70,27 +69,6 @@ class RunConfig:
     name: str = key("run", "Name of the run, in wandb and in the path of the default run directory.")
     dir: str = key(MISSING, "Run directory: metrics, logs, checkpoints, rollouts and the learning curve.")
     seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model that is trained: the policy, also called actor."""
-
-    path: str = key(
-        MISSING,
-        "Model: a Hugging Face folder with config.json, *.safetensors and tokenizer, an id on the Hub (OWNER/NAME or "
-        "OWNER/NAME@REVISION), or a URL that fsspec knows.",
-    )
-    dtype: Dtype = key(Dtype.bfloat16, "Precision of model weights and activations.")
-    family: str | None = key(
-        None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
-    )
-    train_vision: bool = key(False, "Whether the vision tower of an image model is trained, too.")
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one model weight."""
-        return {"bfloat16": 2, "float32": 4}[self.dtype]
 
 
 @dataclass(frozen=True)

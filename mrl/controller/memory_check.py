@@ -29,7 +29,7 @@ from mrl.controller.plan_models import (
 from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
 from mrl.placement.resource_pools import Pools, check_capacity, gpus_of_nodes, with_node_count
-from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
+from mrl.planner.micro_batch_shape import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, model_shape, run_memory, trainer_settings
 from mrl.rollout.engines.server_args import has_cuda

@@ -51,6 +51,7 @@ def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
         lora=plan.lora and replace(plan.lora, path=plan.lora.path and str(Path(plan.lora.path).resolve())),
         seed=config.run.seed,
         train_vision=config.model.train_vision,
+        mtp_loss_coef=config.model.mtp_loss_coef if plan.arch.mtp_layers else None,
     )
 
 

@@ -45,7 +45,7 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
         raise ValueError(f"{KEY} with {key}: {reason}; leave one of the two keys out.")
     kinds = {
         "image models": actor.arch.vision is not None,
-        "models with gated delta nets": actor.arch.has_recurrent_layers,
+        "models with recurrent layers": actor.arch.has_recurrent_layers,
         "models with latent attention": actor.arch.has_latent_attention,
     }
     for kind in [kind for kind, is_kind in kinds.items() if is_kind]:

@@ -45,8 +45,13 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
         )
     if arch.has_recurrent_layers:
         raise ValueError(
-            f"{prefix} with model.path={config.model.path}: trainers send the weights of gated delta nets only in model.dtype; "
+            f"{prefix} with model.path={config.model.path}: trainers send the weights of recurrent layers only in model.dtype; "
             "leave sglang.quantization out."
+        )
+    if arch.has_sparse_attention:
+        raise ValueError(
+            f"{prefix} with model.path={config.model.path}: SGLang stores some matrices of the indexers of sparse attention in "
+            "FP8, but trainers send these matrices only in model.dtype; leave sglang.quantization out."
         )
     if any(is_stacked(name) for row in layout.rows for name in row.hf):
         raise ValueError(
@@ -95,18 +100,20 @@ def check_engine_device(config: Config, family: Family, key: str = "model.path",
 
     `key`: names the model. `advice`: what the user can do.
     """
-    if family.engine_needs_gpu and _engines_use_cpus(config):
+    if family.engine_needs_gpu and engines_use_cpus(config):
         raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
 
 
 def check_engine_dtype(
     config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
 ) -> None:
-    """Raise ValueError if SGLang cannot compute with this dtype. `key`: the key of the dtype.
+    """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
 
-    `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is refused only where engines
-    would start on GPUs, and not when a run on another machine is planned.
+    `key`: the key of `dtype`. `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is
+    refused only where engines would start on GPUs, and not when a run on another machine is planned.
     """
+    if chosen := config.sglang.get("dtype"):
+        dtype, key = chosen, "sglang.dtype"
     family_of(hf).check_engine_dtype(hf, dtype)
     device = config.sglang.get("device") or default_device()
     if dtype == "float32" and not deterministic and device == "cuda":
@@ -116,7 +123,7 @@ def check_engine_dtype(
         )
 
 
-def _engines_use_cpus(config: Config) -> bool:
+def engines_use_cpus(config: Config) -> bool:
     """Whether the engines of the run are on CPUs. On an existing Ray cluster, they are assumed to be on GPUs."""
     cluster = config.cluster
     if config.sglang.get("device") == "cpu":

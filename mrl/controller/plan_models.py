@@ -36,11 +36,13 @@ from mrl.controller.plan_engine_dtype import (
     engine_dtype,
     is_fp8,
 )
+from mrl.controller.plan_mtp import check_mtp_settings, check_speculation
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
 from mrl.placement.device_map import DeviceMap, locate_ranks, planned_device_map
 from mrl.placement.resource_pools import Pools, SlotDemand, gpus_of_nodes, make_pools, slot_demands
-from mrl.planner.trainer_state_bytes import layers_of_stages
+from mrl.planner.trainer_state_bytes import layers_of_stages, pipeline_stages
+from mrl.rollout.engines.server_args import speculates
 from mrl.tracking.console import show_warning
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes, check_expert_biases, check_heads
 from mrl.weight_sync.transfer_plan import ProcessLocation, choose_transport
@@ -97,11 +99,17 @@ def plan_models(
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
-    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
-    for name, role in roles_of(config).items():
-        if not role.is_served and (role.column in needs or name in teachers):
+    for name, role in needed_roles(config, needs).items():
+        if not role.is_served:
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
+
+
+def needed_roles(config: Config, needs: frozenset[str]) -> dict[str, RoleConfig]:
+    """Return name -> role of the models of the key `roles` that the run starts. `needs`: columns that the algorithm needs."""
+    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
+    roles = roles_of(config).items()
+    return {name: role for name, role in roles if role.is_served or role.column in needs or name in teachers}
 
 
 def without_unread_adapters(config: Config, continues: bool) -> Config:
@@ -124,7 +132,9 @@ def plan_model(
     `weights` is False, only config.json is read. `head`: see ModelPlan.
     """
     dims = parallel_layout(config, section)
-    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
+    if train_mtp := config.model.train_mtp and not section:
+        check_mtp_settings(config, head)
+    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family, train_mtp)
     arch = family_of(hf).read(hf)
     if head == "vocabulary" and arch.is_reward_model:
         raise ValueError(
@@ -142,7 +152,7 @@ def plan_model(
         _check_adapted_stages(config, arch, dims)
     if arch.has_recurrent_layers and (fp8 := config.megatron.get("fp8")):
         raise ValueError(
-            f"megatron.fp8={fp8}: trainers compute gated delta nets only in model.dtype; leave the key out."
+            f"megatron.fp8={fp8}: trainers compute recurrent layers only in model.dtype; leave the key out."
         )
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     if not section:
@@ -180,21 +190,29 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
     arch.check_layout(dims, uneven_stages=is_uneven)
     if is_uneven and arch.vision and arch.vision.num_features:
         _check_first_stage(config, arch.vision.num_features, arch.num_layers, dims)
+    if is_uneven and not all(arch.indexer_layers):
+        _check_no_layout(config, "whether every stage begins with a layer that has an indexer")
+        stages = pipeline_stages(arch.num_layers, dims, config.megatron)
+        arch.check_first_layers(virtual.first for stage in stages for virtual in stage if virtual.layers)
 
 
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
     """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
-    if layout := config.megatron.get("pipeline_model_parallel_layout"):
-        raise ValueError(
-            f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know whether the "
-            f"first stage has the first {num_features} layers, which get features of the vision tower; use "
-            "megatron.num_layers_in_first_pipeline_stage."
-        )
+    _check_no_layout(config, f"whether the first stage has the {num_features} layers with features of the vision tower")
     count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
     if count < num_features:
         raise ValueError(
             f"megatron: the first of the pipeline stages has {count} layers, but the first {num_features} layers get features of "
             "the vision tower and must be in it; set a larger num_layers_in_first_pipeline_stage, or use fewer stages."
+        )
+
+
+def _check_no_layout(config: Config, unknown: str) -> None:
+    """Raise ValueError if Megatron's own layout of stages is set. `unknown`: what mrl would have to know about it."""
+    if layout := config.megatron.get("pipeline_model_parallel_layout"):
+        raise ValueError(
+            f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know {unknown}; "
+            "use megatron.num_layers_in_first_pipeline_stage."
         )
 
 
@@ -349,6 +367,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     if is_fp8(config):
         layout = layout.with_block_scales()
         check_fp8_engines(config, actor.arch, layout, actor.dims)
+    layout = layout.with_draft() if speculates(config.sglang) else layout
     layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
     return layout
 
@@ -387,6 +406,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
         advice = "use GPUs, or train the model with mrl sft, or from recorded rollouts (rollout.replay)"
         check_engine_device(config, family, advice=advice)
         check_engine_dtype(config, actor.hf, engine_dtype(config), config.rollout.deterministic)
+    check_speculation(config, actor.hf)
     check_heads(actor.arch, topology)
     _check_key_norms(family, actor.arch, topology)
     if config.weight_sync.transport != Transport.disk:

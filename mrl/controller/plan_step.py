@@ -25,6 +25,7 @@ from mrl.controller.trainer import Trainer
 from mrl.core.code_locations import describe_error
 from mrl.data.offline import OfflineRows, TokenLimits, check_groups
 from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
+from mrl.data.tokenizer import tokenizer_is_code
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
 from mrl.rollout.engines.server_args import NO_TOKENIZER
 from mrl.rollout.response_metrics import HeldOutEvaluation
@@ -154,6 +155,12 @@ def tokenizer_args(
         raise ValueError(
             f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of {keys[0]}; leave {NO_TOKENIZER} "
             "out, or use stop_token_ids."
+        )
+    if keys and tokenizer_is_code(config.model.path) and not config.sglang.get("trust_remote_code"):
+        raise ValueError(
+            f"{keys[0]}: engines need the tokenizer to find stop texts, but tokenizer_config.json in {config.model.path} names a "
+            "tokenizer that is code (auto_map), and engines run no code of the folder; remove auto_map from this file, or use "
+            "stop_token_ids."
         )
     return {NO_TOKENIZER: False} if keys else {}
 

@@ -96,6 +96,11 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
             f"model.path={config.model.path}: mrl certify engine compares only language models with attention in every layer; "
             "for other models, look at mismatch/logprob_abs_max of a run."
         )
+    if plan.arch.has_sparse_attention:
+        raise ValueError(
+            f"model.path={config.model.path}: mrl certify engine does not know where SGLang computes sparse attention; look at "
+            "mismatch/logprob_abs_max of a run."
+        )
     longest = config.certify.prompt_tokens + config.certify.response_tokens
     if longest >= plan.context:
         raise ValueError(

@@ -32,6 +32,7 @@ from mrl.controller.plan_models import (
     plan_models,
     without_unread_adapters,
 )
+from mrl.controller.plan_mtp import draft_server_args
 from mrl.controller.plan_prompts import (
     check_image_engines,
     check_readers_of_images,
@@ -208,6 +209,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         agent=_build_agent(config, actor),
         server_args=dict(family_of(actor.hf).engine_args)
         | image_args(actor)
+        | draft_server_args(config, actor.model_path)
         | adapter_server_args(config, actor)
         | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
@@ -477,8 +479,7 @@ def _server_args(
 ) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's default server arguments. Raises ValueError if config keys conflict."""
     # The config may set the device, because this process may run on a node without a GPU.
-    device = config.sglang.get("device")
-    defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
+    defaults = default_server_args(config.model.dtype, context, device=config.sglang.get("device"))
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
         if config.sglang.get(DETERMINISTIC) is False:

@@ -39,7 +39,7 @@ from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import cluster_hosts, ray_cluster
 from mrl.placement.resource_pools import Pools
-from mrl.rollout.engines.server_args import NCCL_VARIABLES, memory_saver_args, nccl_environment
+from mrl.rollout.engines.server_args import NCCL_VARIABLES, memory_saver_args, nccl_environment, speculates
 from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.tracking.console import Startup, show_warning
@@ -179,6 +179,8 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
     saver = memory_saver_args(plan.server_args["device"]) if engines_are_colocated else {}
     if saver and (syncs_adapters(config) or plan.arch.vision):
         saver |= dict(enable_weights_cpu_backup=True)  # no push sends the base model, or the vision tower, again
+    if saver and speculates(plan.server_args):
+        saver |= dict(enable_draft_weights_cpu_backup=True)  # no push sends the MTP layer again, unless it is trained
     return RolloutSpec(
         model_path=str(Path(plan.model_path).resolve()),
         run_dir=run_dir,

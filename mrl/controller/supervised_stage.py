@@ -19,7 +19,7 @@ from mrl.tracking.console import ConsoleSink, Startup
 from mrl.tracking.tracker import JsonlSink, Tracker
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import WorkerGroup
-from mrl.workers.model_trainers import ACTOR_SUMS
+from mrl.workers.model_trainers import ACTOR_SUMS, mtp_metrics
 from mrl.workers.worker import TrainWorker
 from parallel.trainer_config import OptimConfig
 
@@ -181,4 +181,5 @@ class SupervisedStage:
 def _loss_metrics(report: UpdateReport) -> Metrics:
     """Return the metrics of the loss: averages over tokens, weighted by the token weights of the loss."""
     weight = report.sums.get("weight", 0.0)
-    return {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
+    metrics = {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
+    return metrics | mtp_metrics([report])

@@ -329,6 +329,7 @@ METRICS: dict[str, Metric] = {
     "loss/response_weight": Metric(
         "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
     ),
+    "loss/mtp": Metric("nats", "mean cross-entropy of the tokens that the MTP layers predict", good="falls"),
     "loss/sft": Metric(
         "nats", "loss of supervised training; cross-entropy: mean per response token", label="loss", good="falls"
     ),

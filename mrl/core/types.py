@@ -457,13 +457,13 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Indices of the rows of each micro-batch. Empty micro-batches may be added if vpp > 1, or if
-    # ParallelDims.equal_micro_batch_counts is true.
+    # Rows of each micro-batch; empty ones may be added if vpp > 1 or ParallelDims.equal_micro_batch_counts is true
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
     groups: NDArray[np.int64] | None = None
     step_tokens: int = 1  # number of tokens that all replicas together compute in this optimizer step
+    sampled_tokens: int = 1  # number of those tokens that are sampled
 
 
 @dataclass(frozen=True)

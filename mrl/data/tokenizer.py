@@ -5,6 +5,7 @@ results.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +30,24 @@ class ChatTemplate:
 def read_tokenizer(folder: str | Path) -> Any:
     """Return the fast tokenizer of a Hugging Face folder.
 
-    Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no end-of-sequence token.
+    Code in the folder is not run. Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no
+    end-of-sequence token.
     """
     from transformers import PreTrainedTokenizerFast  # the import takes 2 s; AutoTokenizer would also import torch
 
     if not (Path(folder) / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: tokenizer.json is missing; save the model's fast tokenizer there.")
+        code = " The tokenizer of this folder is code, which mrl does not run." if tokenizer_is_code(folder) else ""
+        raise ValueError(f"{folder}: tokenizer.json is missing; save the model's fast tokenizer there.{code}")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{folder}: the tokenizer has no eos_token; responses could not end.")
     return tokenizer
+
+
+def tokenizer_is_code(folder: str | Path) -> bool:
+    """Whether tokenizer_config.json names a class in a Python file of the folder, as in Kimi K2."""
+    path = Path(folder) / "tokenizer_config.json"
+    return path.is_file() and "AutoTokenizer" in (json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {})
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:

@@ -179,7 +179,7 @@ def model_facts(arch: Architecture) -> ModelFacts:
     t = arch.transformer
     latent = (t["qk_head_dim"], t["v_head_dim"]) if arch.has_latent_attention else None
     expert_groups = t.get("moe_router_num_groups") or 1, t.get("moe_router_group_topk") or 1
-    return ModelFacts(t["kv_channels"], t["num_query_groups"], arch.rope.dim, latent, expert_groups)
+    return ModelFacts(t["kv_channels"], t["num_query_groups"], arch.rotary_dim, latent, expert_groups)
 
 
 def diagnose(

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, order_by_tp_groups
+from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, counted, order_by_tp_groups
 from parallel.durable_files import atomic_file
 
 
@@ -81,9 +81,9 @@ def idle_gpus(nodes: Mapping[str, Sequence[DeviceCell | None]]) -> Iterator[str]
     if count := sum(map(len, idle.values())):
         places = [f"{name} GPU {_ranges(gpus)}" for name, gpus in idle.items() if gpus]
         yield (
-            f"{count} of the job's {sum(map(len, nodes.values()))} GPUs stay idle in the whole run, because no role uses them: "
-            f"{'; '.join(places)}. Use them (parallel.dp, rollout.num_engines), or request fewer (cluster.nodes, "
-            "cluster.gpus_per_node)."
+            f"{count} of the job's {sum(map(len, nodes.values()))} GPUs stay{'s' * (count == 1)} idle in the whole run, "
+            f"because no role uses them: {'; '.join(places)}. Use them (parallel.dp, rollout.num_engines), or request "
+            "fewer (cluster.nodes, cluster.gpus_per_node)."
         )
 
 
@@ -96,9 +96,8 @@ def idle_gpus_of_job(pools: Pools, gpus_of_nodes: Sequence[int]) -> list[str]:
         devices = planned_device_map(pools, gpus_of_nodes[0], len(gpus_of_nodes))
         return list(idle_gpus({node.name: node.cells for node in devices.nodes}))
     idle = sum(gpus_of_nodes) - pools.size
-    return [f"{idle} of the job's {sum(gpus_of_nodes)} GPUs stay idle in the whole run, because no role uses them."] * (
-        idle > 0
-    )
+    stay = f"GPUs stay{'s' * (idle == 1)} idle in the whole run, because no role uses them."
+    return [f"{idle} of the job's {sum(gpus_of_nodes)} {stay}"] * (idle > 0)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -225,7 +224,7 @@ def _idle_pools(pools: Pools, unit: str) -> Iterator[str]:
         ]
         yield (
             f"if roles wait for each other, some of the {pools.size} {unit}s are idle: {', '.join(idle)}; placement=colocated "
-            f"needs only {pools.colocated_size} {unit}s."
+            f"needs only {counted(pools.colocated_size, unit)}."
         )
 
 
@@ -237,8 +236,9 @@ def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -
             nodes = [slots[slot] for slot in order_by_tp_groups(slots, size)[: demand.slots]]
             groups = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
             if crossing := sum(len(group) > 1 for group in groups):
-                what = "engines are" if role == "engines" else f"tensor-parallel groups of the {role} are"
-                yield f"{crossing} of {len(groups)} {what} on more than one node; this adds network traffic in every layer."
+                what = "engines" if role == "engines" else f"tensor-parallel groups of the {role}"
+                are = "is" if crossing == 1 else "are"
+                yield f"{crossing} of {len(groups)} {what} {are} on more than one node; this adds network traffic in every layer."
 
 
 ROLE_COLORS = {
@@ -277,8 +277,8 @@ def render_device_map(devices: DeviceMap) -> Group:
 def summarize(devices: DeviceMap) -> str:
     """Return one line: how many devices the pools use, the number of devices, and the number of nodes."""
     count, size = sum(len(node.cells) for node in devices.nodes), devices.pools.size
-    used = f"{size} of {count}" if count > size else str(count)
-    return f"{used} {devices.unit}s on {len(devices.nodes)} node{'s' if len(devices.nodes) > 1 else ''}"
+    used = f"{size} of " if count > size else ""
+    return f"{used}{counted(count, devices.unit)} on {counted(len(devices.nodes), 'node')}"
 
 
 def _render_cell(cell: DeviceCell | None) -> Text:

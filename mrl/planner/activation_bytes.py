@@ -3,8 +3,12 @@
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
 Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide these
 inputs over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
-trains: gated MLPs, grouped and latent attention, experts, and packed sequences. The attention kernels save no scores. So the
-paper's term 5 a s^2 b does not occur.
+trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So
+the paper's term 5 a s^2 b does not occur.
+
+In FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input: outputs of norms,
+activations of MLPs, and tokens of experts. Megatron (0.19) lets the projection of the attention output and the first matrix of
+shared experts save the input itself, because the attention and the router save the same tensor.
 
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
 one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
@@ -13,113 +17,20 @@ one rank holds between the tensor-parallel matrices, for example in norms: r = s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from mrl.planner.model_shape import LayerKind, ModelShape, ParameterShape, TowerShape
-from parallel.dims import ParallelDims
+from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
+from mrl.planner.model_shape import LayerKind, ModelShape, RecurrentShape, TowerShape
+from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape
+from parallel.trainer_config import INDEX_PRODUCTS
 
 INDEX_BYTES = 8  # bytes of one int64 index
 STATISTIC_BYTES = 4  # bytes of one float32 statistic of a norm or a softmax
-FLOAT32_BYTES = 4
-RECURRENT_CHUNK = 64  # tokens of a chunk of a gated delta net, parallel.segment_recurrence.CHUNK
+RECURRENT_CHUNK = 64  # tokens of a chunk of a recurrence, parallel.segment_recurrence.CHUNK
 
 BytesByTensor = dict[str, int]
 """Name of a saved tensor -> its bytes."""
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Properties of a machine's kernels. These properties determine which tensors are saved."""
-
-    fused_norm: bool = True  # a norm saves only its input; torch on a CPU saves the normalized values too
-    fused_mlp: bool = True  # one kernel computes the gated activation, and saves only its input
-    grouped_attention: bool = True  # one kernel call handles all sequences, without copies of keys for each query head
-
-
-GPU_KERNELS = Kernels()
-CPU_KERNELS = Kernels(fused_norm=False, fused_mlp=False, grouped_attention=False)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Megatron's settings for activation recomputation.
-
-    `num_layers` has two meanings. With `method` uniform, it is the number of layers that are recomputed from one saved input.
-    With `method` block, only the first `num_layers` layers of each virtual stage are recomputed.
-    """
-
-    granularity: str | None = None  # "full" recomputes whole layers, "selective" some modules; None: no recomputation
-    method: str | None = None  # if granularity is full: "uniform" (all layers) or "block" (some layers)
-    num_layers: int = 1
-    modules: frozenset[str] = frozenset()  # Megatron's names of the modules that "selective" recomputes
-    distributed: bool = False  # whether the saved inputs of layers are sharded over tensor-parallel ranks
-
-    @classmethod
-    def of(cls, megatron: Mapping[str, Any]) -> Recompute:
-        """Read the config's section `megatron`."""
-        return cls(
-            granularity=megatron.get("recompute_granularity"),
-            method=megatron.get("recompute_method"),
-            num_layers=megatron.get("recompute_num_layers") or 1,
-            modules=frozenset(megatron.get("recompute_modules") or ["core_attn"]),
-            distributed=bool(megatron.get("distribute_saved_activations")),
-        )
-
-    def __str__(self) -> str:
-        if self.granularity == "selective":
-            return f"selective ({', '.join(sorted(self.modules))})"
-        return "none" if self.granularity is None else f"full ({self.method}, {self.num_layers})"
-
-
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """Sizes of one micro-batch on one trainer rank."""
-
-    tokens: int  # s: tokens on this context-parallel rank
-    itemsize: int  # bytes of one element of an activation
-    tp: int = 1
-    etp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-    keys_per_token: float = (
-        1.0  # keys that attention reads, divided by tokens; above 1 if a prompt is copied for responses
-    )
-    imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
-    images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
-    kernels: Kernels = GPU_KERNELS
-
-    @classmethod
-    def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
-        """Return the sizes of one rank's part of a pack. `tokens`: tokens of the whole pack, over all context-parallel ranks."""
-        layout = dict(tp=dims.tp, etp=dims.expert_tp, cp=dims.cp, sequence_parallel=dims.sequence_parallel)
-        return cls(-(-tokens // dims.cp), itemsize, **layout, **fields)
-
-    @property
-    def rows(self) -> int:
-        """r: number of tokens whose hidden states this rank holds between the tensor-parallel matrices."""
-        return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether attention reads copies of keys and values, because ranks gather them (cp > 1) or responses share a prompt."""
-        return self.cp > 1 or self.keys_per_token > 1
-
-    @property
-    def key_rows(self) -> int:
-        """Number of rows of keys that attention reads.
-
-        Context parallelism cuts a sequence into 2 cp chunks. A rank has two of the chunks. The queries of both chunks
-        together read 2 cp + 1 chunks of keys.
-        """
-        read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read / (2 cp)
-        return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
-
-    def expert_rows(self, topk: int) -> int:
-        """Return the number of rows that reach the rank's experts if the router chooses `topk` experts for each token."""
-        return int(self.rows * topk * self.etp * self.imbalance)
 
 
 @dataclass(frozen=True)
@@ -139,9 +50,12 @@ def layer_bytes(
     adapters: Adapters | None = None,
 ) -> int:
     """Return the bytes that one layer saves. `recomputed`: Megatron's names of the recomputed modules."""
-    first_half = recurrent_bytes(shape, batch) if kind.recurrent else attention_bytes(shape, batch, recomputed)
-    second_half = expert_bytes if kind.experts else mlp_bytes
-    parts = first_half | second_half(shape, batch, recomputed)
+    of_block = dict(attention=attention_bytes, recurrent=recurrent_bytes, dense=mlp_bytes, moe=expert_bytes)
+    parts: BytesByTensor = {}
+    for block in kind.blocks:
+        parts |= of_block[block](shape, batch, recomputed)
+    if shape.dropout:
+        parts["dropout masks"] = len(kind.blocks) * batch.rows * shape.hidden
     parts |= adapter_bytes(shape, kind, batch, recomputed, adapters) if adapters else {}
     return sum(parts.values())
 
@@ -200,7 +114,9 @@ def attention_bytes(
     """Return the bytes that the attention of a layer saves. They include the norm before the attention."""
     e = batch.itemsize
     saved = _norms_bytes("attention", shape, batch)
-    saved["attention's input"] = batch.rows * shape.hidden * e
+    saved["attention's input"] = batch.input_bytes(batch.rows * shape.hidden)
+    if shape.has_latent_attention and batch.fp8:  # two matrices have copies of it
+        saved["attention's input"] *= 2
     if shape.has_latent_attention and "layernorm" in recomputed:
         del saved["attention's input"]
     saved |= (_latent_attention if shape.has_latent_attention else _grouped_attention)(shape, batch, recomputed)
@@ -211,9 +127,30 @@ def attention_bytes(
         saved["gated attention output"] = batch.tokens * width * e
     if "core_attn" not in recomputed:
         saved["softmax statistics"] = batch.tokens * shape.num_heads // batch.tp * STATISTIC_BYTES
-    if shape.dropout:
-        saved["dropout masks"] = 2 * batch.rows * shape.hidden
+    saved |= _chosen_keys(shape, batch, recomputed)
     return saved
+
+
+def _chosen_keys(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
+    """Return the bytes of the mask of the keys that an indexer has chosen. Kernels keep it as numbers that they add to logits.
+
+    There is no mask if no sequence has more keys than the indexer chooses.
+    """
+    if not shape.indexer or batch.longest_sequence <= shape.indexer.topk or "core_attn" in recomputed:
+        return {}
+    return {"mask of chosen keys": batch.pairs * batch.itemsize}
+
+
+def indexer_working_bytes(shape: ModelShape, batch: MicroBatchShape) -> int:
+    """Return the temporary bytes of an indexer while it chooses keys: products of all heads for a block of queries.
+
+    The result also includes the masks that layers without an indexer read. (The first of them needs the mask of the layer before
+    it.) The scores, which are summed over the heads, are not counted.
+    """
+    if not shape.indexer or batch.longest_sequence <= shape.indexer.topk:
+        return 0
+    products = min(INDEX_PRODUCTS, batch.pairs * shape.indexer.heads) * FLOAT32_BYTES
+    return products + (0 if all(shape.indexer.layers) else batch.pairs)
 
 
 def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
@@ -226,6 +163,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     keys = batch.key_rows
     saved: BytesByTensor = {}
     several_groups = shape.num_kv_heads // batch.tp > 1
+    is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # of the queries
     reads_views = not several_groups if shape.projection_norms else shape.qk_norm
     if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q * (1 + shape.output_gate) + 2 * kv) * e
@@ -234,15 +172,15 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
     if shape.qk_norm:
         heads = (shape.num_heads + shape.num_kv_heads) // batch.tp
-        is_copy = several_groups and shape.num_heads > shape.num_kv_heads
         # If the input is a view, the bytes of the projection include it.
         saved["query norm's input"] = s * q * e if is_copy else 0
         normalized = 0 if batch.kernels.fused_norm else s * (q + kv) * e
         saved["qk norm statistics"] = s * heads * STATISTIC_BYTES + normalized
-    if shape.rotary_dim:
+    if shape.rotary_dim or is_copy:
         saved["rotated queries"] = s * q * e
+    if shape.rotary_dim or batch.is_gathered:
         saved["rotated keys"] = keys * kv * e
-        saved["rotary tables"] = 4 * s * shape.rotary_dim * e
+    saved["rotary tables"] = 4 * s * shape.rotary_dim * e
     if batch.is_gathered:
         saved["gathered values"] = keys * kv * e
         saved["attention output in token order"] = s * q * e
@@ -254,8 +192,10 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     return saved
 
 
-def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes that a gated delta net saves. They include the norm before it.
+def recurrent_bytes(
+    shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
+) -> BytesByTensor:
+    """Return the bytes that a recurrent layer saves for its recurrence. They include the norm before it.
 
     parallel.segment_recurrence computes all tokens of the pack, those of other context-parallel ranks included, in float32. The
     estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
@@ -264,38 +204,67 @@ def recurrent_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     assert sizes is not None, "the model has no recurrent layers"
     e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)
     heads, tokens = sizes.value_heads // batch.tp, batch.tokens * batch.cp
-    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
-    channels = (2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim) // batch.tp
     own_values = batch.tokens * heads * sizes.value_dim
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.rows * shape.hidden * e
-    saved["convolution"] = 2 * tokens * channels * e  # its input and its output
-    saved["queries and keys"] = 3 * keys  # queries, keys and normalized keys
-    saved["values"] = values
-    # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
-    saved["numbers of heads"] = 7 * tokens * heads * wide
-    saved["chunks of queries and keys"] = 3 * keys
-    saved["pairs of tokens in a chunk"] = 5 * tokens * RECURRENT_CHUNK * heads * wide
-    saved["solved systems"] = keys + values
-    saved["reads and writes"] = 2 * keys + values
+    saved["convolution"] = 2 * tokens * sizes.channels // batch.tp * e  # its input and its output
     saved["states"] = -(-tokens // RECURRENT_CHUNK) * heads * sizes.key_dim * sizes.value_dim * wide
-    saved |= norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
+    saved |= (_mamba_bytes if sizes.is_mamba else _delta_rule_bytes)(sizes, tokens, heads, batch, wide)
     saved["output gates"] = 2 * own_values * wide
     saved["gated output"] = 2 * own_values * e  # before and after the multiplication by the gate
+    if not sizes.is_mamba:
+        return saved | norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
+    # Mamba-2 multiplies by the gate, normalizes the heads of a group together in float32, and multiplies by the norm's weight.
+    saved["gated norm's input"] = own_values * wide
+    saved["gated norm's statistics"] = batch.tokens * sizes.key_heads // batch.tp * STATISTIC_BYTES
+    saved["normalized output"] = own_values * e
     return saved
+
+
+def _delta_rule_bytes(
+    sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int
+) -> BytesByTensor:
+    """Return the bytes of the gated delta rule. `tokens`: of the pack. `heads`: value heads of this rank."""
+    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    return {
+        "queries and keys": 3 * keys,  # queries, keys and normalized keys
+        "values": values,
+        # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
+        "numbers of heads": 7 * tokens * heads * wide,
+        "chunks of queries and keys": 3 * keys,
+        "pairs of tokens in a chunk": 5 * tokens * RECURRENT_CHUNK * heads * wide,
+        "solved systems": keys + values,
+        "reads and writes": 2 * keys + values,
+    }
+
+
+def _mamba_bytes(sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int) -> BytesByTensor:
+    """Return the bytes of the recurrence of Mamba-2. `tokens`: of the pack. `heads`: heads of this rank."""
+    groups = sizes.key_heads // batch.tp
+    keys, values = tokens * groups * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    return {
+        "chunks of queries and keys": 2 * keys,
+        # values, in chunks, times decays, outputs of the states, and a copy of the chunks by heads if groups have several heads
+        "values": (4 + (heads > groups)) * values,
+        # numbers before and after the softplus, decays to the end and from the start of a chunk
+        "numbers of heads": 4 * tokens * heads * wide,
+        "pairs of tokens in a chunk": (2 * heads + groups) * tokens * RECURRENT_CHUNK * wide,
+    }
 
 
 def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
     """Return the bytes that multi-head latent attention saves: compressed vectors and their up-projections."""
     e, s, r = batch.itemsize, batch.tokens, batch.rows
     heads = shape.num_heads // batch.tp
+    # The recomputation needs the compressed vectors themselves.
+    input_bytes = replace(batch, fp8="").input_bytes if "mla_up_proj" in recomputed else batch.input_bytes
     saved: BytesByTensor = {}
     if shape.q_lora:
         saved |= norm_bytes("compressed queries", shape.q_lora, r, batch)
-        saved["normalized compressed queries"] = r * shape.q_lora * e
+        saved["normalized compressed queries"] = input_bytes(r * shape.q_lora)
     saved |= norm_bytes("compressed keys", shape.kv_lora, r, batch)
     saved["rotary keys of all heads"] = r * shape.rotary_dim * e
-    saved["normalized compressed keys"] = r * shape.kv_lora * e
+    saved["normalized compressed keys"] = input_bytes(r * shape.kv_lora)
     if "mla_up_proj" in recomputed:
         return saved
     keys = batch.key_rows
@@ -313,7 +282,7 @@ def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[s
         after = norm_bytes("post-mlp", shape.hidden, batch.rows, batch) if shape.post_norms else {}
         return {"mlp's input": batch.rows * shape.hidden * batch.itemsize} | after
     saved = _norms_bytes("mlp", shape, batch)
-    saved["mlp matrix's input"] = batch.rows * shape.hidden * batch.itemsize
+    saved["mlp matrix's input"] = batch.input_bytes(batch.rows * shape.hidden)
     return saved | _intermediate_bytes("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
@@ -326,10 +295,11 @@ def _intermediate_bytes(
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product. With clamped gates, two more
-    # tensors are saved: the clamped gate and its sigmoid.
+    # tensors are saved: the clamped gate and its sigmoid. Without gates, the output of ReLU is saved in place of the projection.
     is_fused = batch.kernels.fused_mlp and shape.fused_activation
-    unfused = 0 if is_fused or not shape.gated else 2 + scaled + 2 * shape.clamped_gates
-    return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
+    unfused = 0 if is_fused else scaled + (2 + 2 * shape.clamped_gates) * shape.gated
+    activation = batch.input_bytes(rows * width) + rows * width * batch.itemsize * unfused
+    return projected | {f"{name} activation": activation}
 
 
 def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
@@ -346,7 +316,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
         del saved["mlp norm's output"]
     saved |= _routing_bytes(shape, batch)
     received = batch.expert_rows(shape.topk)
-    saved["tokens of experts"] = received * (shape.hidden * e + STATISTIC_BYTES)
+    saved["tokens of experts"] = batch.input_bytes(received * shape.hidden) + received * STATISTIC_BYTES
     saved |= _intermediate_bytes("experts", shape, received, shape.moe_ffn // batch.etp, batch, scaled=True)
     if "moe_act" in recomputed:
         del saved["experts activation"]
@@ -359,11 +329,12 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes of the router: indices and weights of the chosen experts, and the order of the sent tokens.
 
-    A sigmoid router also saves its scores, and a router with groups of experts saves the indices of the groups.
+    A sigmoid router also saves its scores, and a router with groups of experts saves a mask and the indices of the groups.
     """
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
-    scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0
+    masked = shape.router_groups > 0  # the scores of experts outside the chosen groups are masked
+    scores = (shape.num_experts * (STATISTIC_BYTES + masked) + STATISTIC_BYTES) if shape.sigmoid_router else 0
     groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
     return {"routing": batch.rows * (chosen + order + scores + groups)}
 
@@ -392,6 +363,24 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
     """
     saved = batch.tokens * INDEX_BYTES + sum(tower_bytes(shape.tower, shape.hidden, batch).values()) if is_first else 0
     return saved + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
+
+
+def mtp_bytes(shape: ModelShape, batch: MicroBatchShape, recompute: Recompute) -> int:
+    """Return the bytes that the last stage saves for its MTP layers: their decoder layers, and the tensors around these.
+
+    Around a decoder layer, these are the embeddings and their norm, the norm of the hidden states, both norms side by side, and
+    the last norm, whose output is stored side by side with the hidden states of the model. With full recomputation by `block`,
+    Megatron does not recompute MTP layers.
+    """
+    if not shape.mtp_layers:
+        return 0
+    hidden = batch.rows * shape.hidden * batch.itemsize
+    outputs = (2 * shape.mtp_layers + 1) * hidden  # of the last norms, and their concatenation
+    if recompute.granularity == "full" and recompute.method == "uniform":
+        return 2 * shape.mtp_layers * hidden + outputs
+    modules = recompute.modules if recompute.granularity == "selective" else frozenset()
+    norms = 3 * sum(norm_bytes("mtp", shape.hidden, batch.rows, batch).values())
+    return shape.mtp_layers * (layer_bytes(shape, shape.mtp_kind, batch, modules) + norms + 2 * hidden) + outputs
 
 
 def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) -> BytesByTensor:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.conversion.fp8_blocks import BLOCK, SCALE_BYTES, is_quantized
-from mrl.planner.model_shape import ModelShape, ParameterShape
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.parameter_shape import ParameterShape
 from mrl.planner.trainer_state_bytes import BIAS_BYTES
-from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineParallelSizes
+from mrl.weight_sync.engine_layout import ITEM_BYTES, VOCAB_PADDING, EngineParallelSizes
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
@@ -87,10 +88,9 @@ def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
     """
     sizes = shape.recurrence
     assert sizes is not None, "the model has no recurrent layers"
-    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-    convolution = (2 * keys + values) * (sizes.kernel - 1) * _CONVOLUTION_BYTES
-    layer = convolution + values * sizes.key_dim * _STATE_BYTES
-    return sum(shape.recurrent) * layer * topology.dp // topology.tp
+    convolution = sizes.channels * (sizes.kernel - 1) * _CONVOLUTION_BYTES
+    layer = convolution + sizes.value_heads * sizes.value_dim * sizes.key_dim * _STATE_BYTES
+    return shape.num_recurrent_layers * layer * topology.dp // topology.tp
 
 
 def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
@@ -98,10 +98,12 @@ def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) ->
 
     Recurrent layers have no keys and values; `state_bytes` counts their states. If there are fewer key/value heads than ranks,
     several ranks store the same head. Latent attention caches one compressed vector for each token, and every rank stores a full
-    copy of the vector.
+    copy of the vector, and of the keys of the indexers of sparse attention.
     """
     if shape.has_latent_attention:
-        return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
+        # The keys of an indexer are in FP8, and each key has a float32 scale.
+        of_indexers = sum(shape.indexer.layers) * (shape.indexer.channels + SCALE_BYTES) if shape.indexer else 0
+        return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize + of_indexers
     return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 
 
@@ -121,6 +123,8 @@ def engine_weight_parts(
         moe * sum(p.numel for p in shape.untrained_tensors) * BIAS_BYTES + shape.frozen_weights * itemsize,
         0,
     )
+    if shape.indexer:
+        dense += sum(shape.indexer.layers) * shape.indexer.num_bytes(itemsize)
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep
@@ -155,6 +159,8 @@ def adapter_slot_bytes(
 
 def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> int:
     """Return the bytes of `numel` elements of a parameter. In FP8, a matrix has a float32 scale for each block."""
+    if p.float32_in_engine:
+        return numel * ITEM_BYTES["float32"]
     if not (fp8 and is_quantized(p.name)):
         return numel * itemsize
     return numel + -(-numel // BLOCK**2) * SCALE_BYTES

@@ -180,6 +180,9 @@ class LayoutSpace:
                 ):  # an uneven layout has fewer in the last stage
                     self.excluded["features of the vision tower for several pipeline stages"] += 1
                     continue
+                if not all(self.arch.indexer_layers[:: -(-self.shape.num_layers // (pp * vpp))]):
+                    self.excluded["a pipeline stage whose first layer has no indexer"] += 1
+                    continue
                 for cp in self._context_sizes():
                     for ep, etp in self._expert_sizes(tp):
                         layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last)
@@ -218,7 +221,7 @@ class LayoutSpace:
         return self._dense_widths() + moe + self._shared_widths()
 
     def _dense_widths(self) -> list[int]:
-        return [] if all(self.shape.moe) else [self.arch.transformer["ffn_hidden_size"]]
+        return [self.arch.transformer["ffn_hidden_size"]] if self.shape.has_dense_layers else []
 
     def _shared_widths(self) -> list[int]:
         return [w] if (w := self.arch.transformer.get("moe_shared_expert_intermediate_size")) else []

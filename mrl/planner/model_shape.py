@@ -10,99 +10,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any, Literal, NamedTuple
 
-from models.architecture import VISION_PREFIX, Architecture, Family
+from models.architecture import VISION_PREFIX, Architecture, Block, Family
 from models.conversion.lora_mapping import RANK, adapted_matrices, adapter_mappings, can_have_adapter
-from models.conversion.mapping import ParamMapping, VocabMapping
+from models.conversion.mapping import ParamMapping
+from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape, parameter_shape, parameter_shapes
 from parallel.trainer_config import LoraConfig
 
-ParameterLocation = Literal["first", "layer", "expert", "last"]
-"""Location of a parameter in the model.
-
-first: in the embedding, or in a vision tower that is trained. layer: once in each layer. expert: once in each expert of each
-layer. last: in the final norm or the output layer.
-"""
 HeadKind = Literal["vocabulary", "value"]
 """Output for each token: logits of the vocabulary, or one value (critic)."""
-
-MODULE_ORDER = (
-    "input_layernorm.",
-    "self_attention.conv_weight",
-    "self_attention.dt_bias",
-    "self_attention.A_log",
-    "self_attention.norm_weight",
-    "self_attention.core_attention.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_in.weight",
-    "self_attention.linear_in.layer_norm_weight",
-    "self_attention.linear_in.lora.",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_qkv.lora.",
-    "self_attention.linear_q_proj.",
-    "self_attention.linear_q_down_proj.",
-    "self_attention.linear_q_up_proj.",
-    "self_attention.linear_kv_down_proj.",
-    "self_attention.linear_kv_up_proj.",
-    "self_attention.q_layernorm.",
-    "self_attention.kv_layernorm.",
-    "self_attention.k_layernorm.",
-    "self_attention.q_projection_norm.",
-    "self_attention.k_projection_norm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.lora.",
-    "mlp.linear_fc2.",
-    "post_self_attn_layernorm.",
-    "post_mlp_layernorm.",
-)
-"""Order of a layer's parameters in Megatron's flat buffers.
-
-The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
-contains.
-"""
 
 
 class LayerKind(NamedTuple):
     """What a layer consists of."""
 
-    experts: bool  # whether the layer has experts in place of one MLP
-    recurrent: bool = False  # whether the layer has a gated delta net in place of attention
+    blocks: tuple[Block, ...] = ("attention", "dense")  # in order
+    indexer: bool = False  # whether the layer has an indexer, which chooses the keys of sparse attention
+
+    @property
+    def experts(self) -> bool:
+        """Whether the layer has experts."""
+        return "moe" in self.blocks
 
     @property
     def present(self) -> tuple[str, ...]:
         """The possible values of `present_in` for parameters of such a layer, see ParameterShape."""
-        return "always", "moe" if self.experts else "dense", "recurrent" if self.recurrent else "attention"
+        return "always", *self.blocks
 
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Sizes of the gated delta nets of a model."""
+    """Sizes of the recurrent layers of a model: gated delta nets, or Mamba-2 layers."""
 
-    key_heads: int
-    value_heads: int
+    key_heads: int  # Mamba-2: groups of heads
+    value_heads: int  # Mamba-2: heads
     key_dim: int  # channels of a key
     value_dim: int  # channels of a value
     kernel: int  # number of tokens that the convolution reads
+    is_mamba: bool = False
 
     @property
     def rule_macs(self) -> int:
         """Number of multiply-adds of one token in the recurrence of one layer; see Architecture.multiply_adds."""
-        return 3 * self.value_heads * self.value_dim * self.key_dim
+        return (2 if self.is_mamba else 3) * self.value_heads * self.value_dim * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def gathered_width(self) -> int:
         """Number of elements that context-parallel ranks gather for one token in one layer."""
-        heads = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        return heads + 2 * self.value_heads
+        return self.channels + (1 if self.is_mamba else 2) * self.value_heads
+
+
+@dataclass(frozen=True)
+class IndexerShape:
+    """Sizes of the indexers of sparse attention (parallel.sparse_attention). Their weights are never trained."""
+
+    layers: tuple[bool, ...]  # [layers] whether the layer has an indexer
+    heads: int
+    channels: int  # channels of a query and of a key
+    topk: int  # number of keys to which a token attends at most
+    matrices: int  # number of weights of the matrices of one indexer
+    norm: int  # number of float32 weights of the norm of one indexer
+
+    @classmethod
+    def of(cls, arch: Architecture, rows: Sequence[ParamMapping]) -> IndexerShape | None:
+        """Return the sizes of the indexers, or None if attention is not sparse. `rows`: rows of the indexer's weights."""
+        if not arch.has_sparse_attention:
+            return None
+        t = arch.transformer
+        sizes = (t["dsa_indexer_n_heads"], t["dsa_indexer_head_dim"], t["dsa_indexer_topk"])
+        matrices, norm = (
+            sum(parameter_shape(row, arch).numel for row in rows if row.is_buffer == is_norm)
+            for is_norm in (False, True)
+        )
+        return cls(arch.indexer_layers, *sizes, matrices, norm)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of one indexer."""
+        return self.matrices + self.norm
+
+    @property
+    def pair_macs(self) -> int:
+        """Number of multiply-adds for the index score of one query and one key."""
+        return self.heads * (self.channels + 1)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the weights of one indexer. `itemsize`: bytes of one element of a matrix."""
+        return self.matrices * itemsize + self.norm * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -136,40 +136,11 @@ class TowerShape:
         )
 
 
-@dataclass(frozen=True)
-class ParameterShape:
-    """Shape of one parameter of a layer, an expert, the embedding, the final norm or the output layer.
-
-    It may also be the shape of an untrained tensor: a buffer of a torch module, such as the correction bias of a router.
-    """
-
-    name: str  # Megatron's name, without the prefix of its layer
-    location: ParameterLocation
-    shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
-    is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
-    present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
-    whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
-    is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
-
-    @property
-    def numel(self) -> int:
-        """Number of elements without tensor parallelism."""
-        return prod(self.shape)
-
-    def shard_numel(self, ranks: int) -> int:
-        """Return the number of elements on one of `ranks` tensor-parallel ranks."""
-        if not self.is_sharded:
-            return self.numel
-        if self.is_vocabulary:
-            return -(-self.shape[0] // ranks) * prod(self.shape[1:])
-        return self.numel // ranks
-
-
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """Sizes of one model. Instances are hashed by identity, so that functions with `lru_cache` can take them as arguments."""
 
-    moe: tuple[bool, ...]  # [layers] whether the layer has experts
+    kinds: tuple[LayerKind, ...]  # [layers]
     hidden: int  # width of the hidden states
     num_heads: int  # query heads
     num_kv_heads: int  # key/value heads
@@ -194,8 +165,7 @@ class ModelShape:
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
     window: int = 0  # number of tokens to which a token attends in layers with a sliding window; 0: no layer has one
     windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
-    recurrent: tuple[bool, ...] = ()  # [layers] whether the layer has a gated delta net; empty: no layer has one
-    recurrence: RecurrentShape | None = None  # sizes of the gated delta nets
+    recurrence: RecurrentShape | None = None  # sizes of the recurrent layers; None: no layer is recurrent
     zero_centered_norms: bool = False  # whether norms multiply by 1 + weight
     output_gate: bool = False  # whether attention has an output gate
     shared_gate: bool = False  # whether the output of the shared expert is multiplied by a gate
@@ -207,6 +177,8 @@ class ModelShape:
     untrained_tensors: tuple[ParameterShape, ...] = ()
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
+    indexer: IndexerShape | None = None  # sizes of the indexers; None: attention is not sparse
+    mtp_layers: int = 0  # number of trained MTP layers, on the last pipeline stage; no other field contains them
 
     @classmethod
     def of(
@@ -220,8 +192,9 @@ class ModelShape:
         t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
         of_tower = [row for row in family.param_mappings(arch) if row.megatron.startswith(VISION_PREFIX)]
         rows += of_tower if train_vision else []
+        of_indexer, rows = [row for row in rows if row.is_frozen], [row for row in rows if not row.is_frozen]
         return cls(
-            moe=tuple(map(arch.is_moe, range(arch.num_layers))),
+            kinds=tuple(LayerKind(arch.blocks(layer), arch.has_indexer(layer)) for layer in range(arch.num_layers)),
             hidden=t["hidden_size"],
             num_heads=t["num_attention_heads"],
             num_kv_heads=t["num_query_groups"],
@@ -241,23 +214,26 @@ class ModelShape:
             clamped_gates=t.get("activation_func_clamp_value") is not None,
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
-            rotary_dim=arch.rope.dim,
+            rotary_dim=arch.rotary_dim,
             sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
             router_groups=t.get("moe_router_num_groups") or 0,
             window=arch.window,
             windowed_fraction=sum(map(arch.has_window, range(arch.num_layers))) / arch.num_layers,
-            recurrent=tuple(map(arch.is_recurrent, range(arch.num_layers))),
             recurrence=_recurrent_shape(t) if arch.has_recurrent_layers else None,
             zero_centered_norms=t.get("layernorm_zero_centered_gamma", False),
             output_gate=t.get("attention_output_gate", False),
             shared_gate=t.get("moe_shared_expert_gate", False),
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
-            parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
+            parameters=parameter_shapes(
+                [row for row in rows if not row.is_buffer], arch, family.engine_float32_tensors
+            ),
             dropout=hidden_dropout > 0,
-            untrained_tensors=_parameter_shapes([row for row in rows if row.is_buffer], arch),
-            frozen_weights=0 if train_vision else sum(_parameter_shape(row, arch).numel for row in of_tower),
+            untrained_tensors=parameter_shapes([row for row in rows if row.is_buffer], arch),
+            frozen_weights=0 if train_vision else sum(parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
+            indexer=IndexerShape.of(arch, of_indexer),
+            mtp_layers=arch.mtp_layers,
         )
 
     @classmethod
@@ -266,25 +242,64 @@ class ModelShape:
         rows = [row for row in family.rows(arch) if can_have_adapter(row, lora.experts)]
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
-        parameters = _parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
-        return replace(cls.of(family, arch), parameters=parameters, untrained_tensors=(), frozen_weights=0, vocab=0)
+        parameters = parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
+        without_weights = dict(untrained_tensors=(), frozen_weights=0, indexer=None, vocab=0)
+        return replace(cls.of(family, arch), parameters=parameters, **without_weights)
 
     @property
     def num_layers(self) -> int:
-        return len(self.moe)
+        return len(self.kinds)
 
     @cached_property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer consists of [layers]."""
-        return tuple(map(LayerKind, self.moe, self.recurrent or [False] * self.num_layers))
+    def moe(self) -> tuple[bool, ...]:
+        """Whether each layer has experts [layers]."""
+        return tuple(kind.experts for kind in self.kinds)
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """Number of blocks of each layer: 2, or 1 if layers have either attention, or a recurrence, or an MLP, or experts."""
+        return len(self.kinds[0].blocks)
+
+    @cached_property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP."""
+        return any("dense" in kind.blocks for kind in self.kinds)
 
     @cached_property
     def num_attention_layers(self) -> int:
-        return self.num_layers - sum(self.recurrent)
+        return sum("attention" in kind.blocks for kind in self.kinds)
+
+    @cached_property
+    def num_recurrent_layers(self) -> int:
+        return sum("recurrent" in kind.blocks for kind in self.kinds)
 
     @property
     def has_latent_attention(self) -> bool:
         return self.kv_lora > 0
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """What the decoder layer of an MTP layer consists of."""
+        return LayerKind(("attention", "moe" if self.num_experts else "dense"))
+
+    @cached_property
+    def mtp_parameters(self) -> tuple[ParameterShape, ...]:
+        """Parameters of one MTP layer: two norms, the projection, its decoder layer and a norm."""
+
+        def outer(name: str, *shape: int) -> ParameterShape:
+            return ParameterShape(f"{name}.weight", "layer", shape, len(shape) > 1, "always")
+
+        norms = [outer(name, self.hidden) for name in ("enorm", "hnorm", "final_layernorm")]
+        inner = [
+            p for p in self.parameters if p.location in ("layer", "expert") and p.present_in in self.mtp_kind.present
+        ]
+        return (*norms[:2], outer("eh_proj", self.hidden, 2 * self.hidden), *inner, norms[2])
+
+    @cached_property
+    def num_mtp_parameters(self) -> int:
+        """Number of trainable parameters of all MTP layers."""
+        copies = {"expert": self.num_experts}
+        return self.mtp_layers * sum(p.numel * copies.get(p.location, 1) for p in self.mtp_parameters)
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -294,11 +309,13 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
-        return self.num_weights - self.frozen_weights - sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
+        of_indexers = sum(self.indexer.layers) * self.indexer.weights if self.indexer else 0
+        of_routers = sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
+        return self.num_weights - self.frozen_weights - of_routers - of_indexers
 
     @cached_property
     def num_weights(self) -> int:
-        """Number of all weights of the model, without padding: parameters, correction biases, and frozen weights."""
+        """Number of all weights of the model, without padding: parameters, correction biases, indexers, frozen weights."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
@@ -310,7 +327,7 @@ class ModelShape:
     def layer_weights(self, moe: bool) -> float:
         """Return the number of weights of one layer with or without experts, but without routed experts.
 
-        Layers with attention and recurrent layers have different numbers of weights, so this is the mean of the model's layers.
+        Layers with different blocks have different numbers of weights, so this is the mean of the model's layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]
@@ -326,7 +343,11 @@ class ModelShape:
     def _weights_of_kind(self) -> dict[LayerKind, int]:
         """Number of weights without routed experts, by kind of layer."""
         per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
-        return {kind: sum(p.numel for p in per_layer if p.present_in in kind.present) for kind in set(self.kinds)}
+        of_indexer = self.indexer.weights if self.indexer else 0
+        return {
+            kind: sum(p.numel for p in per_layer if p.present_in in kind.present) + kind.indexer * of_indexer
+            for kind in set(self.kinds)
+        }
 
     @cached_property
     def parameters_per_expert(self) -> int:
@@ -341,16 +362,20 @@ class ModelShape:
     def token_macs(self) -> int:
         """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
         experts = sum(self.moe) * self.topk * self.parameters_per_expert
-        rules = sum(self.recurrent) * self.recurrence.rule_macs if self.recurrence else 0
+        rules = self.num_recurrent_layers * self.recurrence.rule_macs if self.recurrence else 0
         return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + rules + self.output_macs
 
     @cached_property
     def attention_macs(self) -> float:
         """Number of multiply-adds for the attention scores and values of one sequence in one layer, divided by L**2.
 
-        L is the number of tokens of the sequence. The attention is causal.
+        L is the number of tokens of the sequence. The attention is causal. In sparse attention, trainers compute the products
+        with all keys. The products of the indexers are included, as a mean of the layers with attention.
         """
-        return self.num_heads * (self.head_dim + self.value_dim) / 2
+        of_indexer = (
+            sum(self.indexer.layers) * self.indexer.pair_macs / self.num_attention_layers if self.indexer else 0
+        )
+        return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
     def attended_squares(self, squares_per_token: float) -> float:
         """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.
@@ -370,31 +395,10 @@ class ModelShape:
 
 
 def _recurrent_shape(t: dict[str, Any]) -> RecurrentShape:
+    if "mamba_num_heads" in t:
+        groups, heads, key_dim, value_dim = (
+            t[f"mamba_{n}"] for n in ("num_groups", "num_heads", "state_dim", "head_dim")
+        )
+        return RecurrentShape(groups, heads, key_dim, value_dim, t["linear_conv_kernel_dim"], is_mamba=True)
     fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return RecurrentShape(*(t[f"linear_{name}"] for name in fields))
-
-
-def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
-    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_flat_buffer_position))
-
-
-def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
-    """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
-    if p.location not in ("layer", "expert"):
-        return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
-    return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))
-
-
-def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
-    shapes = list(row.hf_shapes(arch.sizes).values())
-    name = row.megatron.removeprefix("decoder.layers.{layer}.")
-    location: ParameterLocation = "expert" if "{expert}" in name else "layer"
-    if "{layer}" not in row.megatron:
-        location = "first" if name.startswith(("embedding.", VISION_PREFIX)) else "last"
-    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
-    fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    kind = row.present_in.removesuffix("_layers")
-    present_in = kind if row.present_in.endswith("_layers") else "always"
-    return ParameterShape(
-        *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
-    )

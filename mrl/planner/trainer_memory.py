@@ -13,16 +13,15 @@ from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.planner.activation_bytes import (
-    GPU_KERNELS,
     Adapters,
-    Kernels,
-    MicroBatchShape,
-    Recompute,
     bytes_outside_layers,
+    indexer_working_bytes,
     layer_bytes,
+    mtp_bytes,
     tower_working_bytes,
     virtual_stage_bytes,
 )
+from mrl.planner.micro_batch_shape import GPU_KERNELS, Kernels, MicroBatchShape, Recompute
 from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
@@ -59,6 +58,7 @@ class TrainerSettings:
     image_fraction: float = (
         0.0  # largest fraction of the tokens of a pack that are image tokens, if the model reads images
     )
+    longest: int = 0  # tokens of the longest sequence; 0: one sequence may have all tokens of a micro-batch
     fp8: str = ""  # recipe with which matrix products are computed in FP8; "": in the dtype of the weights
 
     @property
@@ -129,6 +129,10 @@ class TrainerMemory:
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
     """Return the memory of all pipeline stages. The layout `dims` must be one that Architecture.check_layout accepts."""
     batch = _micro_batch(dims, settings, settings.max_tokens, settings.keys_per_token)
+    if (
+        settings.trains_weights
+    ):  # a matrix that is not trained saves no input, and adapters save theirs in settings.itemsize
+        batch = replace(batch, fp8=settings.fp8)
     forward_batch = _micro_batch(
         dims,
         settings,
@@ -145,6 +149,7 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
 
 def _micro_batch(dims: ParallelDims, settings: TrainerSettings, tokens: int, keys_per_token: float) -> MicroBatchShape:
     sizes = dict(keys_per_token=keys_per_token, imbalance=min(settings.imbalance, dims.ep), kernels=settings.kernels)
+    sizes |= dict(longest=min(settings.longest, tokens))
     images = int(tokens * settings.image_fraction)
     return MicroBatchShape.of(dims, tokens, settings.itemsize, images=images, **sizes)
 
@@ -179,13 +184,19 @@ def _rank_memory(
         saved_per_pass = max(
             _saved_bytes(shape, batch, kinds, settings.recompute, adapters)
             + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
+            + (mtp_bytes(shape, batch, settings.recompute) if v.is_last else 0)
             for kinds, v in zip(kinds_by_stage, stage, strict=True)
         )
         saved = saved_per_pass * in_flight(dims, index, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
+        head += (
+            mtp_head_bytes(shape, batch, settings, copies_embedding=not is_first and not shape.tied) if is_last else 0
+        )
         tower = tower_working_bytes(shape.tower, shape.hidden, batch) if is_first else 0
-        working = max(head, tower, _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters))
+        backward = _backward_bytes(shape, batch, kinds_by_stage, settings.recompute, adapters)
+        working = max(head, tower, backward + indexer_working_bytes(shape, batch))
     widest = max((_forward_bytes(shape, forward_batch, kinds, adapters) for kinds in kinds_by_stage), default=0)
+    widest += indexer_working_bytes(shape, forward_batch)
     tower = tower_working_bytes(shape.tower, shape.hidden, forward_batch) if is_first else 0
     scoring = max(widest, tower, head_bytes(shape, forward_batch, settings, gradients=False) if is_last else 0)
     merged = _merged_bytes(shape, settings.adapters, dims, settings.itemsize) if settings.adapters else 0
@@ -268,7 +279,7 @@ def _backward_bytes(
 ) -> int:
     """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
     kinds, modules = {kind for stage in kinds_by_stage for kind in stage}, recompute.modules
-    gradients = max((_layer_gradient_bytes(shape, batch, kind.experts, not adapters) for kind in kinds), default=0)
+    gradients = max((_layer_gradient_bytes(shape, batch, kind, not adapters) for kind in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         group = min(group, max(map(len, kinds_by_stage), default=0))
@@ -283,20 +294,24 @@ def _backward_bytes(
     return gradients
 
 
-def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool, trains_weights: bool) -> int:
-    """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, kind: LayerKind, trains_weights: bool) -> int:
+    """Return the bytes of gradients during the backward pass of the layer's MLP or experts, or of its only block.
 
-    The result includes the gradients of the activations inside the MLP or the experts, and the gradient of the input. For a dense
-    MLP, the result also includes the gradients of weights, unless the weights are frozen.
+    The result includes the gradients of the activations inside this block, and the gradient of the input. Except for experts, the
+    result also includes the gradients of weights, unless the weights are frozen.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
-    if not has_experts:
-        width = shape.ffn // batch.tp
-        weights = 2 * width * shape.hidden * e if trains_weights else 0
-        return batch.tokens * matrices * width * e + gathered + weights
-    received = batch.expert_rows(shape.topk)
-    return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
+    if kind.experts:
+        received = batch.expert_rows(shape.topk)
+        return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
+    if "dense" in kind.blocks:
+        first, inside = (matrices - 1) * shape.ffn, matrices * shape.ffn
+    else:  # the projection before attention or a recurrence, and the gradients of its parts
+        first = max(p.shape[0] for p in shape.parameters if p.present_in in kind.present and ".linear_" in p.name)
+        inside = 2 * first
+    weights = first // batch.tp * shape.hidden * e if trains_weights else 0
+    return batch.tokens * inside // batch.tp * e + gathered + weights
 
 
 @lru_cache(maxsize=65536)
@@ -328,6 +343,17 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     if settings.teacher_hidden:
         return 2 * hidden + _distillation_bytes(shape, batch, settings, chunk, sampled)
     return 2 * hidden + sampled
+
+
+def mtp_head_bytes(
+    shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, copies_embedding: bool
+) -> int:
+    """Return the bytes of the heads of MTP layers: hidden states, a chunk of logits, and the copy of the embedding if needed."""
+    rows = -(-shape.vocab // batch.tp)
+    chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
+    hidden = 2 * batch.tokens * shape.hidden * batch.itemsize
+    embedding = rows * shape.hidden * batch.itemsize if copies_embedding and shape.mtp_layers else 0
+    return shape.mtp_layers * (chunk + hidden) + embedding
 
 
 def _distillation_bytes(

@@ -2,9 +2,10 @@
 
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
 parameters and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. A buffer is one
-bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own. The number of elements of a bucket
-is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank stores the AdamW moments
-for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights for these shards.
+bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own, which divides the buffer. The number
+of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank
+stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights
+for these shards.
 
 If gradients are reduced during the backward pass (trainer.overlap_grad_reduce), the first stage has more buckets. Their padding,
 at most some hundred elements for each bucket of 40 million elements, is not counted.
@@ -13,14 +14,15 @@ at most some hundred elements for each bucket of 40 million elements, is not cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 from typing import Any
 
 from models.megatron_overrides import UNEVEN_STAGE_FIELDS
-from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape, ParameterShape
+from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
+from mrl.planner.parameter_shape import ParameterShape
 from parallel.dims import ParallelDims
 
 PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements
@@ -88,7 +90,12 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     if the weights are fp32.
     """
     per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
-    return sum(shape.num_parameters * per_parameter + shape.frozen_weights * itemsize for shape in trained)
+    return sum(
+        (shape.num_parameters + shape.num_mtp_parameters) * per_parameter
+        + shape.frozen_weights * itemsize
+        + _indexer_bytes(shape, shape.kinds, itemsize)
+        for shape in trained
+    )
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
@@ -177,11 +184,14 @@ def _buckets(
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
     shared = [_shared_numel(shape, dims, virtual, head)]
-    if any(shared):  # the embedding is the first parameter of the model, and its copy the last one
-        dense = dense[1:] if virtual.is_first else dense[:-1]
-        yield shared, replicas, coords.dp * dims.cp + coords.cp
-    if dense:
-        yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
+    parts = [dense]
+    if any(shared):
+        # The embedding is the first parameter of the model. Only the parameters of MTP layers come after its copy.
+        copy = 0 if virtual.is_first else len(dense) - 1 - len(_mtp_sizes(shape, dims.tp, "layer"))
+        parts = [shared, dense[copy + 1 :], dense[:copy]]
+    for part in parts:
+        if part:
+            yield part[::-1], replicas, coords.dp * dims.cp + coords.cp
     if experts:
         ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
@@ -216,11 +226,14 @@ def _parameter_sizes(
         dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
         one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
+    if virtual.is_last:
+        one_expert = _mtp_sizes(shape, dims.expert_tp, "expert", 1)
+        experts += shape.mtp_layers * one_expert * (shape.num_experts // dims.ep)
     return dense + (_last_sizes(shape, dims.tp, virtual, head) if virtual.is_last else []), experts
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return, for each parameter of the final norm and the head, its number of elements.
+    """Return, for each parameter of the final norm, the head and the MTP layers without experts, its number of elements.
 
     If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
     embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.
@@ -228,19 +241,37 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
         return [*norm, shape.hidden, 1]
+    mtp = _mtp_sizes(shape, tp, "layer")
     if shape.tied and virtual.is_first:
-        return norm
-    return [*norm, -(-shape.vocab // tp) * shape.hidden]
+        return [*norm, *mtp]
+    return [*norm, -(-shape.vocab // tp) * shape.hidden, *mtp]
+
+
+def _mtp_sizes(shape: ModelShape, ranks: int, location: str, layers: int | None = None) -> list[int]:
+    """Return the number of elements of each parameter of `layers` MTP layers (None: all) at this location.
+
+    `ranks`: number of tensor-parallel ranks, for experts of expert-tensor-parallel ranks.
+    """
+    one_layer = [p.shard_numel(ranks) for p in shape.mtp_parameters if p.location == location]
+    return one_layer * (shape.mtp_layers if layers is None else layers)
 
 
 def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of weights outside the flat buffers: buffers of routers, and a vision tower that is not trained."""
-    return _module_buffer_bytes(shape, virtual, itemsize) + virtual.is_first * shape.frozen_weights * itemsize
+    """Return the bytes of weights outside the flat buffers: of routers, indexers, and a vision tower that is not trained."""
+    of_indexers = _indexer_bytes(shape, shape.kinds[virtual.first : virtual.first + virtual.layers], itemsize)
+    frozen = virtual.is_first * shape.frozen_weights * itemsize
+    return _module_buffer_bytes(shape, virtual, itemsize) + of_indexers + frozen
+
+
+def _indexer_bytes(shape: ModelShape, kinds: Sequence[LayerKind], itemsize: int) -> int:
+    """Return the bytes of the indexers in layers of these kinds."""
+    return sum(kind.indexer for kind in kinds) * shape.indexer.num_bytes(itemsize) if shape.indexer else 0
 
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
-    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
+    layers = virtual.moe_layers(shape.moe) + shape.mtp_layers * virtual.is_last * shape.mtp_kind.experts
+    return layers * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
@@ -299,7 +330,8 @@ def buffer_numel(
     embedding, last = _embedding_and_head_numel(shape, tp, head, virtual.is_first and virtual.is_last)
     outside_layers = virtual.is_first * embedding + virtual.is_last * last
     dense = sum(count * numel for count, numel, _ in layers) + outside_layers
-    return dense, sum(count * expert for count, _, expert in layers) * (shape.num_experts // ep)
+    in_mtp = virtual.is_last * sum(map(_padded, _mtp_sizes(shape, etp, "expert")))
+    return dense, (sum(count * expert for count, _, expert in layers) + in_mtp) * (shape.num_experts // ep)
 
 
 def largest_state(
@@ -314,9 +346,11 @@ def largest_state(
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
         weights += _other_weight_bytes(shape, virtual, itemsize)
         shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
+        mtp = sum(map(_padded, _mtp_sizes(shape, dims.tp, "layer"))) if shared and virtual.is_last else 0
         buckets = (
             (shared, replicas_of_dense),
-            (dense - shared, replicas_of_dense),
+            (mtp, replicas_of_dense),
+            (dense - shared - mtp, replicas_of_dense),
             (experts, expert_replicas(dims) or 1),
         )
         for numel, replicas in buckets:

@@ -116,8 +116,11 @@ class TrainerTime:
         Pipeline stages with the same layers are returned only once. A stage includes all its virtual stages.
         """
         stages = [(*counts, False) for counts in self.layout.stages(self.shape.moe)]
-        stages[-1] = (*stages[-1][:2], True)
-        forward = [self._forward(tokens, squares_per_token, *stage) for stage in dict.fromkeys(stages)]
+        # MTP layers compute only in passes with gradients.
+        mtp = self.shape.mtp_layers if backward else 0
+        dense, moe, _ = stages[-1]
+        stages[-1] = (dense + mtp * (not self.shape.mtp_kind.experts), moe + mtp * self.shape.mtp_kind.experts, True)
+        forward = [self._forward(tokens, squares_per_token, *stage, mtp) for stage in dict.fromkeys(stages)]
         if not backward:
             return forward
         times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD_RATIO.items()}
@@ -125,32 +128,35 @@ class TrainerTime:
         return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
     def _forward(
-        self, tokens: FloatArray, squares_per_token: float, dense: int, moe: int, is_last: bool
+        self, tokens: FloatArray, squares_per_token: float, dense: int, moe: int, is_last: bool, mtp: int
     ) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
         `dense`: number of dense layers of the stage. `moe`: number of layers of the stage that have experts. `is_last`: the
-        stage has the output layer.
+        stage has the output layer, and `mtp` MTP layers, which `dense` and `moe` contain.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
         gpu_tokens = tokens / (tp * cp)
         hidden_bytes = shape.hidden * WEIGHT_BYTES
-        macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True) + is_last * shape.output_macs
+        macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True)
+        macs += is_last * ((1 + mtp) * shape.output_macs + mtp * 2 * shape.hidden**2)
         expert = shape.parameters_per_expert
         local_experts = shape.num_experts / layout.ep * expert / layout.etp  # parameters of one layer on one GPU
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
-        attention = shape.num_attention_layers / shape.num_layers  # fraction of the layers
+        # fractions of the layers
+        attention, recurrent = (n / shape.num_layers for n in (shape.num_attention_layers, shape.num_recurrent_layers))
         rule, gathered = (shape.recurrence.rule_macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
-        width = attention * shape.gathered_kv_width + (1 - attention) * gathered
+        width = attention * shape.gathered_kv_width + recurrent * gathered
         keys_values = tokens * width / tp * WEIGHT_BYTES * (cp - 1) / cp
         expert_s = np.maximum(
             2 * expert * expert_tokens / cluster.expert_flops_per_s,
             WEIGHT_BYTES * local_experts / cluster.hbm_bytes_per_s,
         )
-        gathers = 4 * dense + (2 + 2 * (shape.shared_ffn > 0)) * moe
+        # two gathers for each block; only the shared experts of a layer with experts are split as other matrices
+        gathers = 2 * shape.blocks_per_layer * dense + 2 * (shape.blocks_per_layer - 1 + (shape.shared_ffn > 0)) * moe
         return dict(
             matmul=np.maximum(
                 2 * macs * gpu_tokens / cluster.matmul_flops_per_s, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes_per_s
@@ -158,10 +164,7 @@ class TrainerTime:
             # every context-parallel rank computes the recurrences of all tokens
             attention=2
             * layers
-            * (
-                attention * shape.attention_macs * shape.attended_squares(squares_per_token)
-                + (1 - attention) * rule * cp
-            )
+            * (attention * shape.attention_macs * shape.attended_squares(squares_per_token) + recurrent * rule * cp)
             * gpu_tokens
             / cluster.attention_flops_per_s,
             experts=moe * expert_s,

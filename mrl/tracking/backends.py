@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,8 @@ from parallel.durable_files import write_file
 logger = logging.getLogger(__name__)
 
 _ID_LENGTH = 12  # number of characters of a wandb run id before the hash at its end
+_BLOCK_BYTES, _CHUNK_HEADER_BYTES = 1 << 15, 7  # of an offline file of wandb
+_WHOLE, _FIRST, _LAST = 1, 2, 4  # kinds of chunks: a whole record, or its first or last part
 PACKAGES = {
     "wandb": ("wandb", "wandb"),
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -216,8 +218,8 @@ class WandbSink(ThreadedSink):
 
     The sink never asks for a login. The id of the wandb run is stored in the run directory, so a resumed run continues the same
     wandb run. Online, the sink does not send again what wandb already has. If a run was preempted before the evaluation of
-    a step, wandb shows the metrics eval/* of this step at the next step. Offline, wandb writes a new folder for each process and
-    does not know the steps in earlier folders, so two folders may contain the same step.
+    a step, wandb shows the metrics eval/* of this step at the next step. Offline, wandb writes a new folder for each process, and
+    two folders may contain the same step.
     """
 
     name = "wandb"
@@ -244,19 +246,23 @@ class WandbSink(ThreadedSink):
             notes=run.notes,
             config=dict(run.config),
             dir=run.folder,
-            id=_stored_run_id(run.folder / "wandb_run_id"),
+            id=(run_id := _stored_run_id(run.folder / "wandb_run_id")),
             resume="allow",
             mode=cast(Any, wandb_mode()),
             settings=wandb.Settings(console="off", silent=True, init_timeout=self.deadline_s),
         )
+        self._offline_files = sorted(run.folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
 
     def _first_unsure_step(self) -> int:
         """Return the step after the last step that wandb has.
 
-        Offline, this step is unknown, and the result is the step from which the run resumes, because the thread is usually at
-        most one step behind. If an earlier process was killed while wandb was starting, earlier steps may be missing too.
+        Offline, wandb does not know the steps of earlier processes. They are in the files of these processes, except the last
+        ones of a process that was killed: nothing if it was killed in wandb.init, and later less than a block.
         """
-        return self._wandb_run.step if wandb_mode() == "online" else self.run.last_step
+        if wandb_mode() == "online":
+            return self._wandb_run.step
+        last = max((step for file in self._offline_files for step in _recorded_steps(file)), default=-1)
+        return min(last + 1, self.run.last_step)  # the last step may lack the metrics eval/*
 
     def _write(self, step: int, metrics: Metrics) -> None:
         first = self._wandb_run.step  # wandb ignores metrics of a step before this one
@@ -443,6 +449,28 @@ def _stored_run_id(path: Path) -> str:
 def _with_check(text: str) -> str:
     """Append its hash to `text`. The hash shows later whether a stored id is damaged."""
     return f"{text}-{xxhash.xxh32_hexdigest(text.encode())}"
+
+
+def _recorded_steps(file: Path) -> Iterator[int]:
+    """Yield the steps whose metrics are in an offline file of wandb (0.31), which consists of blocks as a log of LevelDB.
+
+    A block contains chunks of records. A chunk begins with a checksum (4 bytes), its length (2) and its kind (1). wandb writes
+    only whole blocks until the run ends, so the last record of the file may be incomplete.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    parse = cast(Any, wandb_internal_pb2).Record.FromString  # of a generated class without types
+    data, record, position = file.read_bytes(), b"", _CHUNK_HEADER_BYTES  # the header of the file has the same length
+    while position + _CHUNK_HEADER_BYTES <= len(data):
+        if (left := _BLOCK_BYTES - position % _BLOCK_BYTES) < _CHUNK_HEADER_BYTES:
+            position += left  # padding
+            continue
+        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        start = position + _CHUNK_HEADER_BYTES
+        position = start + size
+        record = data[start:position] if kind in (_WHOLE, _FIRST) else record + data[start:position]
+        if kind in (_WHOLE, _LAST) and (parsed := parse(record)).HasField("history"):
+            yield parsed.history.step.num
 
 
 def wandb_mode() -> str:

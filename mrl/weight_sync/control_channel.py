@@ -34,6 +34,7 @@ TRANSPORT_KEY = "transport"  # key of the SharedSlotsSetup or ProcessGroupSetup 
 class EngineAction(StrEnum):
     """What a message from the coordinator asks every rank of an engine to do (mrl/weight_sync/receiver.py)."""
 
+    REGISTER_DRAFT = "register_draft"  # the only message to the draft model of speculative decoding
     BEGIN_SESSION = "begin_session"
     CHECK_PLAN = "check_plan"
     CONNECT = "connect"

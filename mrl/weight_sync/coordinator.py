@@ -16,7 +16,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
@@ -111,15 +111,20 @@ class Coordinator:
         """Return the ranks of these engines. Ranks are numbered over all engines."""
         return [engine * self.tp + rank for engine in engines for rank in range(self.tp)]
 
-    def begin_session(self, connection: dict[str, Any]) -> dict[int, EngineRankInfo]:
+    def begin_session(self, connection: dict[str, Any], with_draft: bool = False) -> dict[int, EngineRankInfo]:
         """Begin a session with every engine, and return what each engine rank reports about itself.
+
+        `with_draft`: whether the session also sends weights to the draft models of the engines.
 
         An earlier trainer may have died during a push and left an update session open in an engine. This method closes that
         update session. The engine stays paused until the next push. Raises WeightSyncError if an engine fails.
         """
-        message = dict(connection, action=EngineAction.BEGIN_SESSION, tp=self.tp)
+        message = dict(connection, action=EngineAction.BEGIN_SESSION, tp=self.tp, with_draft=with_draft)
         self.call_all(EngineControl.abandon_weight_update)
         self.call_all(EngineControl.begin_weight_update)
+        if with_draft:
+            register = dict(action=EngineAction.REGISTER_DRAFT)
+            self.call_all(lambda engine: self._send(engine, register, selector="draft"))
         self.call_all(lambda engine: self._send(engine, message | {"engine": self.engines.index(engine)}))
         infos = {rank: self._receive(rank_info_key(rank), rank, NO_PUSH) for rank in self.engine_ranks(self.alive)}
         self._raise_failures("begin a session")
@@ -198,9 +203,15 @@ class Coordinator:
         for engine in self.engines:
             engine.close()
 
-    def _send(self, engine: EngineControl, message: dict[str, Any], timeout_factor: float = 1.0) -> None:
-        payloads = [_pack_message(json.dumps(message))] * self.tp
-        engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_factor * self.timeout_s)
+    def _send(
+        self,
+        engine: EngineControl,
+        message: dict[str, Any],
+        timeout_factor: float = 1.0,
+        selector: Literal["target", "draft"] = "target",
+    ) -> None:
+        payloads, timeout_s = [_pack_message(json.dumps(message))] * self.tp, timeout_factor * self.timeout_s
+        engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_s, selector=selector)
 
     def _send_to_all(self, message: dict[str, Any], push: str) -> None:
         """Send a message to all engines without waiting for answers. An engine is excluded as soon as its request fails."""

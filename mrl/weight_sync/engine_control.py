@@ -122,9 +122,19 @@ class EngineControl:
         with suppress(EngineError):
             self.end_weight_update()
 
-    def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
-        """Send one serialized payload to each tensor-parallel rank, within a weight update session."""
-        body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
+    def update_weights_from_tensor(
+        self,
+        payloads: Sequence[str],
+        load_format: str,
+        *,
+        timeout_s: float,
+        selector: Literal["target", "draft"] = "target",
+    ) -> None:
+        """Send one serialized payload to each tensor-parallel rank, within a weight update session.
+
+        `selector`: whether SGLang passes the payload to the model or to the draft model of speculative decoding.
+        """
+        body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False, selector=selector)
         path = "/update_weights_from_tensor"
         self._parse(path, self._post(path, body, timeout_s))
 

@@ -14,6 +14,7 @@ from typing import Any
 from models.architecture import EMBEDDING_WEIGHT, VISION_PREFIX, Architecture, Family
 from models.conversion.fp8_blocks import BLOCK, SCALE_DTYPE, SCALE_SUFFIX, VALUE_DTYPE, block_box, is_quantized
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
+from models.conversion.mtp_mapping import MTP_PREFIX
 
 VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
@@ -115,22 +116,32 @@ class EngineLayout:
     block_scales: bool = False  # whether the engine stores matrices in FP8 with block scales
     prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
     renames: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_renames
+    mtp_rows: Sequence[
+        ParamMapping
+    ] = ()  # rows of a trained MTP layer; `rows` has them only for engines with a draft model
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
         """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
+        rows = family.param_mappings(arch)
+        draft_prefixes = family.mtp.draft_prefixes(arch.num_layers) if family.mtp and arch.mtp_layers else {}
         return cls(
-            [row for row in family.param_mappings(arch) if not row.megatron.startswith(VISION_PREFIX)],
+            [row for row in rows if not row.megatron.startswith((VISION_PREFIX, MTP_PREFIX))],
             arch.sizes,
             family.fusions(arch),
             topology,
             arch.transformer["num_query_groups"],
             arch.num_experts,
             family.engine_float32,
-            prefixes=family.engine_prefixes,
+            prefixes={**draft_prefixes, **family.engine_prefixes},
             renames=family.engine_renames,
+            mtp_rows=[row for row in rows if row.megatron.startswith(MTP_PREFIX)],
         )
+
+    def with_draft(self) -> EngineLayout:
+        """Return the layout of an engine whose draft model computes the trained MTP layer."""
+        return replace(self, rows=[*self.rows, *self.mtp_rows])
 
     def with_output_copy(self) -> EngineLayout:
         """Return the layout of an engine that stores tied embeddings twice: as embedding and as output layer."""

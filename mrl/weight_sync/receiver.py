@@ -24,6 +24,7 @@ from torch import Tensor
 
 from models.conversion.fp8_blocks import VALUE_DTYPE
 from models.conversion.hf_reader import HFWeights
+from models.conversion.mtp_mapping import DRAFT_PREFIX
 from mrl.weight_sync.control_channel import (
     NO_PUSH,
     TRANSPORT_KEY,
@@ -80,6 +81,7 @@ class ReceiverSession:
 
 _session: ReceiverSession | None = None
 _weights_were_pushed = False  # whether any push has ever written to the model
+_draft: torch.nn.Module | None = None  # draft model of speculative decoding, if the session sends its weights
 
 
 def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -93,12 +95,19 @@ def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Te
         _report_failure(message, error)
 
 
+def _register_draft(model: torch.nn.Module, message: dict[str, Any]) -> None:
+    """Keep the draft model for the session that begins next. SGLang passes this message to the draft model."""
+    global _draft
+    _draft = model
+
+
 def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Close the last session, begin a new one, and report the location and the parameters of this rank."""
     from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang
 
-    global _session
+    global _session, _draft
     last, _session = _session, None
+    _draft = _draft if message["with_draft"] else None
     if last is not None and last.recv_endpoint is not None:
         last.recv_endpoint.close()
     channel = ControlChannel.join(message["address"], message["port"], message["session"], message["timeout_s"])
@@ -211,7 +220,8 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     for name, parameter in parameters.items():
         if name.endswith(KV_CACHE_SCALES):
             parameter.fill_(1.0)  # an offload discards this constant
-    post_load_weights(model)  # some models compute further tensors from their weights
+    for each in (model, *([_draft] if _draft is not None else ())):
+        post_load_weights(each)  # some models compute further tensors from their weights
     with spans.span("verify weights", "weight_sync"):
         wrong = _wrong_chunks(session, parameters)
     spans.begin_step(message["version"] + 1)  # the engine now samples for the step after this weight version
@@ -244,7 +254,14 @@ def _apply_delta(parameters: dict[str, Tensor], bucket: Bucket, destinations: li
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    """Return the parameters of the model by name, and those that only the draft model has, with DRAFT_PREFIX.
+
+    The draft model shares the embedding and the output layer of the model.
+    """
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    shared = {parameter.data_ptr() for parameter in own.values()}
+    drafts = _draft.named_parameters() if _draft is not None else ()
+    return own | {DRAFT_PREFIX + name: p.data for name, p in drafts if p.data_ptr() not in shared}
 
 
 def _view(parameters: Mapping[str, Tensor], destination: Destination) -> Tensor:
@@ -265,6 +282,7 @@ def _report_failure(message: dict[str, Any], error: Exception) -> None:
 
 
 _HANDLERS: dict[EngineAction, Callable[[torch.nn.Module, dict[str, Any]], None]] = {
+    EngineAction.REGISTER_DRAFT: _register_draft,
     EngineAction.BEGIN_SESSION: _begin_session,
     EngineAction.CHECK_PLAN: _check_plan,
     EngineAction.CONNECT: _connect,

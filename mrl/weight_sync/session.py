@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,9 +21,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.conversion.fp8_blocks import SCALE_SUFFIX, quantized_shapes, quantizing_reader
-from models.conversion.mapping import ParamMapping
+from models.conversion.mapping import Box, ParamMapping
+from models.conversion.mtp_mapping import MTP_PREFIX
 from mrl.config.process_schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
 from mrl.weight_sync.control_channel import (
@@ -93,6 +95,15 @@ class TrainerWeights(Protocol):
         """Return a function that reads this rank's current weights. Use the function for one push only."""
 
 
+def negative_exp_reader(read: ReadTensor, names: Set[str]) -> ReadTensor:
+    """Return a function that reads -exp(x), in float32, in place of the values x of the tensors `names`."""
+
+    def read_value(name: str, box: Box) -> Tensor:
+        return -read(name, box).float().exp() if name in names else read(name, box)
+
+    return read_value
+
+
 class LiveSync:
     """One trainer rank's part in a live weight sync. Every trainer rank creates a LiveSync. Rank 0 also controls the engines."""
 
@@ -116,6 +127,9 @@ class LiveSync:
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         # Name of each matrix that is sent in FP8 with block scales -> its shape
         self._quantized = quantized_shapes(weights.rows, weights.sizes) if part.block_scales else {}
+        self._negative_exp = frozenset(
+            name for row in weights.rows if row.negative_exp_in_engine for name in row.hf
+        )  # names of the tensors of which engines store -exp(x)
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -157,6 +171,7 @@ class LiveSync:
 
     def _reader(self) -> ReadTensor:
         read = self._weights.reader()
+        read = negative_exp_reader(read, self._negative_exp) if self._negative_exp else read
         return quantizing_reader(read, self._quantized) if self._quantized else read
 
     def _begin_push(self, version: int, base: str | None) -> str:
@@ -242,6 +257,7 @@ class _SessionInfo:
     connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
     topology: EngineParallelSizes
     infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
+    with_draft: bool  # whether the draft models of the engines get the weights of the MTP layer
 
 
 @dataclass(frozen=True)
@@ -306,7 +322,10 @@ class _SessionOpener:
 
     def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
-        topology = EngineParallelSizes.of(common_server_info(self.urls, self.settings.timeout_s))
+        info = common_server_info(self.urls, self.settings.timeout_s)
+        topology = EngineParallelSizes.of(info)
+        trains_mtp = any(row.megatron.startswith(MTP_PREFIX) for row in self.weights.rows)
+        with_draft = trains_mtp and bool(info.get("speculative_algorithm"))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
@@ -314,8 +333,8 @@ class _SessionOpener:
         join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
         self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, PauseMode(self.settings.pause_mode), join)
         self.stack.callback(self.coordinator.close)
-        infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
-        return _SessionInfo(connection, topology, infos)
+        message = dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s)
+        return _SessionInfo(connection, topology, self.coordinator.begin_session(message, with_draft), with_draft)
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
@@ -343,6 +362,7 @@ class _SessionOpener:
         assert self.coordinator is not None, "only rank 0 talks to the engines"
         infos, tp = self.session.infos, self.session.topology.tp
         parameters, layout = infos[0].parameters, layout_of(self.session.topology)
+        layout = layout.with_draft() if self.session.with_draft else layout
         layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
         layout = layout.with_block_scales() if any(name.endswith(SCALE_SUFFIX) for name in parameters) else layout
         for rank, info in infos.items():

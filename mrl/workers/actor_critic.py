@@ -8,9 +8,9 @@ mrl.core.types explains the letters of array dimensions, such as B and R. MicroB
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -174,7 +174,10 @@ class MegatronActor(MegatronModel):
             head = partial(
                 self.distillation_head, temperature=temperature, divergence=divergence, differentiable=differentiable
             )
-        return head, partial(policy_loss, loss=loss)
+        policy = partial(policy_loss, loss=loss)
+        if self.spec.mtp_loss_coef is None:
+            return head, policy
+        return partial(self.mtp_head, head=head), partial(with_mtp_loss, loss=policy, coef=self.spec.mtp_loss_coef)
 
     def compute_teacher_outputs(
         self, block: TokenBlock, batch: RankBatch, temperature: float, top_k: int | None
@@ -255,6 +258,30 @@ class MegatronActor(MegatronModel):
         outputs = self._token_outputs(*inputs, micro, temperature, ("logprobs", "entropies"))
         return torch.stack([*outputs.values(), *divergence(selected, weight, micro)])
 
+    def mtp_head(
+        self,
+        hidden: Tensor,  # [L, H], or [L, (1 + MTP layers) * H] if MTP layers compute
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        micro: MicroBatch,
+        head: OutputHead,
+    ) -> Any:
+        """Return the output of `head`. If MTP layers compute, return (that output, log-probabilities of all their targets).
+
+        The log-probabilities have gradients with respect to the hidden states of the MTP layers only. They are those of
+        softmax(logits), without a temperature.
+        """
+        if not micro.mtp:
+            return head(hidden, output_layer, output_weight, micro)
+        own, *deeper = hidden.chunk(1 + len(micro.mtp), 1)
+        weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
+        logprobs = []
+        for states, mtp in zip(deeper, micro.mtp, strict=True):
+            selected = gather_sequence(states.contiguous(), self.spec.dims.sequence_parallel).index_select(0, mtp.index)
+            settings = (groups.tp_group(), self.vocab_size, 1.0, self.spec.logprob_chunk)
+            logprobs.append(linear_logprobs(selected, weight.detach(), mtp.targets, *settings)[0])
+        return head(own.contiguous(), output_layer, output_weight, micro), torch.cat(logprobs)
+
     def _token_outputs(
         self, selected: Tensor, weight: Tensor, micro: MicroBatch, temperature: float, names: Sequence[str]
     ) -> dict[str, Tensor]:
@@ -327,6 +354,24 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         **_weighted_sums(loss_statistics, loss_weights),
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
+
+
+def with_mtp_loss(
+    output: Any, micro: MicroBatch, loss: LossFunction[MicroBatchStatistics], coef: float
+) -> tuple[Tensor, MicroBatchStatistics]:
+    """Return the micro-batch's part of `loss` plus `coef` times the MTP loss, and the statistics of the micro-batch.
+
+    The MTP loss is the mean of the losses of the MTP layers. The loss of a layer is the sum of -log P(target) over its targets,
+    divided by the number of sampled tokens in the mini-batch (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25; there, the
+    denominator is the number of all tokens). `output` is the result of MegatronActor.mtp_head.
+    """
+    if not micro.mtp:
+        return loss(output, micro)
+    total, statistics = loss(output[0], micro)
+    nll = -output[1].sum()
+    sums = {"mtp_nll": nll.detach(), "mtp_tokens": torch.tensor(len(output[1]))}
+    whole = total + coef * nll / (len(micro.mtp) * micro.sampled_tokens)
+    return whole, replace(statistics, sums=statistics.sums | sums)
 
 
 def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,10 @@ def partition_step(
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
     step_tokens = max(1, sum(unit.tokens for unit in units))
-    batches = [RankBatch(micros, weights, groups if shared else None, step_tokens) for micros in replicas]
+    sampled_tokens = max(1, int(batch.sampled_lengths[batch.rows].sum()))
+    batches = [
+        RankBatch(micros, weights, groups if shared else None, step_tokens, sampled_tokens) for micros in replicas
+    ]
     return StepPartition(batches, _metrics(batch, units, replicas))
 
 

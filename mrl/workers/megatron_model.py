@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 from torch import Tensor
 
 from models.architecture import ModelSpec
@@ -29,6 +30,7 @@ from models.image_model import tower_parameters
 from models.lora import add_adapters
 from models.megatron_overrides import FP8_MULTIPLE
 from models.model_builder import HeadKind, build_model, uses_packed_attention
+from models.mtp_model import embedding_for_mtp
 from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import LoraSync, Transport, WeightSyncConfig
 from mrl.core.code_locations import describe_plug_in
@@ -100,7 +102,7 @@ class MegatronModel:
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
-        self.hf = HFConfig.load(spec.model_path, spec.family)
+        self.hf = HFConfig.load(spec.model_path, spec.family, train_mtp=spec.mtp_loss_coef is not None)
         self.arch = family_of(self.hf).read(self.hf)
         self.vocab_size = self.arch.vocab_size
         options = dict(head=head, share_prompts=spec.share_prompts)
@@ -137,11 +139,14 @@ class MegatronModel:
 
     # Forward and backward passes.
 
-    def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
-        """Build this rank's part of each micro-batch in `batch`."""
-        reduce = partial(all_reduce_sum, group=groups.cp_group())
-        vision = self.arch.vision
-        return [MicroBatch.build(block, rows, batch, self._pack, reduce, vision) for rows in batch.micro_batches]
+    def micro_batches(self, block: TokenBlock, batch: RankBatch, trains_mtp: bool = False) -> list[MicroBatch]:
+        """Build this rank's part of each micro-batch in `batch`. With `trains_mtp`, MTP layers compute, if the model has any."""
+        options = dict(
+            sum_over_ranks=partial(all_reduce_sum, group=groups.cp_group()),
+            vision=self.arch.vision,
+            mtp_layers=self.arch.mtp_layers if trains_mtp else 0,
+        )
+        return [MicroBatch.build(block, rows, batch, self._pack, **options) for rows in batch.micro_batches]
 
     def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
@@ -204,14 +209,15 @@ class MegatronModel:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            return run_forward_backward(
-                self.chunks,
-                micros,
-                head,
-                loss_function,
-                aux_scale=1.0 / batch.step_tokens,
-                all_reduce_gradients=all_reduce,
-            )
+            with embedding_for_mtp(self.chunks):
+                return run_forward_backward(
+                    self.chunks,
+                    micros,
+                    head,
+                    loss_function,
+                    aux_scale=1.0 / batch.step_tokens,
+                    all_reduce_gradients=all_reduce,
+                )
 
     def head_and_loss(self, loss: Any, temperature: float) -> tuple[OutputHead, LossFunction[MicroBatchStatistics]]:
         """Return the head of this model, and the function that computes `loss` of a micro-batch from the head's output."""
@@ -233,7 +239,7 @@ class MegatronModel:
         source = loss.source if isinstance(loss, Objective) else f"{self.loss_key}: {describe_plug_in(loss)}"
         reports = []
         for index, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
-            micros = self.micro_batches(block, batch)
+            micros = self.micro_batches(block, batch, trains_mtp=True)
             start = time.perf_counter()
             statistics = self.accumulate_gradients(micros, head, loss_function, batch)
             grad_norm = self.optimizer_step(lr, index, statistics, source)
@@ -270,6 +276,10 @@ class MegatronModel:
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
+            if self.arch.mtp_layers:  # Megatron clips their gradients separately, so they do not count in `norm`
+                of_mtp = float(self.optimizer._compute_grad_norms_by_group()[MTP_GRAD_NORM_GROUP])
+                if not math.isfinite(of_mtp):
+                    raise NonFiniteGradientError(mini_batch, of_mtp, "It is the gradient of the MTP layers.")
             stepped, norm, _ = self.optimizer.step()
         assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
         return float(norm)
@@ -365,9 +375,10 @@ class MegatronModel:
     def export_hf(self, folder: str | Path, extra_files: dict[str, str]) -> None:
         """Write a Hugging Face folder with the current weights and the tokenizer. `extra_files`: file name -> text.
 
-        With LoRA, the weights are W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
+        MTP layers that are not trained are copied from the folder `spec.model_path`. With LoRA, the weights are
+        W + (alpha / rank) B A, and the subfolder `adapter` has the adapters in the format of PEFT.
         """
-        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, extra_files))
+        self.consume_on_rank_0(lambda tensors: write_export(tensors, self.exported_config, folder, extra_files))
         if self.adapters is not None:
             self.export_adapters(Path(folder) / ADAPTER_FOLDER)
 
@@ -379,9 +390,9 @@ class MegatronModel:
             lambda tensors: write_peft(on_host(tensors), lora, self.spec.model_path, folder), adapters.export
         )
 
-    def write_hf(self, tensors: NamedTensors, folder: str | Path, extra_files: dict[str, str] | None = None) -> None:
-        """Write a Hugging Face folder with these tensors, and with the other files of the folder `spec.model_path`."""
-        write_export(tensors, self.exported_config, folder, extra_files or {})
+    def write_hf(self, tensors: NamedTensors, folder: str | Path) -> None:
+        """Write a Hugging Face folder for engines: these tensors, and the other files of `spec.model_path`, but no MTP layers."""
+        write_export(tensors, self.exported_config, folder, {}, copy_mtp=False)
 
     def connect_engines(
         self, urls: list[str], settings: WeightSyncConfig, folder: str

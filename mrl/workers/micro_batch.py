@@ -26,6 +26,14 @@ class TeacherTensors:
 
 
 @dataclass(frozen=True)
+class MtpTargets:
+    """What one MTP layer predicts on a rank: n sampled tokens. The first tokens of a row are missing."""
+
+    index: Tensor  # [n] which of the L tokens predicts the sampled token
+    targets: Tensor  # [n] the sampled tokens
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Input of one packed forward pass on one trainer rank.
 
@@ -46,6 +54,8 @@ class MicroBatch:
     block_index: Ints  # [L] index of each token in the whole block; -1: padding
     routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
     teachers: Mapping[str, TeacherTensors] = field(default_factory=dict)  # only teachers with outputs for these rows
+    mtp: tuple[MtpTargets, ...] = ()  # one entry for each MTP layer; (): MTP layers do not compute
+    sampled_tokens: int = 1  # number of sampled tokens in the mini-batch
 
     @classmethod
     def build(
@@ -56,12 +66,14 @@ class MicroBatch:
         pack: Callable[[list[Segment]], PackedSequences],
         sum_over_ranks: Callable[[Tensor], Tensor] = Responses.sum_over_ranks,
         vision: VisionTower | None = None,
+        mtp_layers: int = 0,
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
         `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` takes the
         segments of a pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over
-        the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model.
+        the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model. `mtp_layers`: number
+        of MTP layers that compute; 0 if the rows of a group share one prompt.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
@@ -85,6 +97,9 @@ class MicroBatch:
         def to_device(values: NDArray) -> Tensor:
             return copy_to_device(np.ascontiguousarray(values), packed.position_ids.device)
 
+        if mtp_layers:
+            assert groups is None, "the plan refuses shared prompts with MTP layers"
+            packed = replace(packed, later_tokens=to_device(_later_tokens(part, packed.source, mtp_layers)))
         tokens = np.where(packed.source >= 0, part.tokens[packed_tokens][packed.source], 0)
         routing = None if part.routed_experts is None else _routing(part, packed_tokens, packed.source)
         return cls(
@@ -105,6 +120,8 @@ class MicroBatch:
                 for teacher, by_row in part.teachers.items()
                 if by_row
             },
+            mtp=tuple(_mtp_targets(part, packed, depth, to_device) for depth in range(1, mtp_layers + 1)),
+            sampled_tokens=batch.sampled_tokens,
         )
 
 
@@ -127,6 +144,28 @@ def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
             span, is_image, images.pixel_values, images.grid_thw, vision.merge_size, first_outputs.get(id(images))
         )
     return found
+
+
+def _later_tokens(part: TokenBlock, source: Ints, mtp_layers: int) -> Ints:
+    """Return [MTP layers, L]: token 1, 2, ... after each token in its row, and 0 after the end of the row and at padding.
+
+    `source` [L]: index of each token in `part`; -1: padding.
+    """
+    ends = np.repeat(part.cu_seqlens[1:], part.lengths)[source]  # end of the row of each token
+    later = source + np.arange(1, mtp_layers + 1)[:, None]
+    exists = (source >= 0) & (later < ends)
+    return np.where(exists, part.tokens[np.where(exists, later, 0)], 0).astype(np.int64)
+
+
+def _mtp_targets(
+    part: TokenBlock, packed: PackedSequences, depth: int, to_device: Callable[[NDArray], Tensor]
+) -> MtpTargets:
+    """Return the sampled tokens that MTP layer `depth` (1, 2, ...) predicts on this rank: from the token `depth` + 1 before."""
+    starts = np.repeat(part.cu_seqlens[:-1], part.sampled_lengths)  # first token of the row of each sampled token
+    predictors = part.sampled_index - 1 - depth
+    sampled, predictors = part.sampled_index[predictors >= starts], predictors[predictors >= starts]
+    local = packed.local_index[predictors]
+    return MtpTargets(to_device(local[local >= 0]), to_device(part.tokens[sampled[local >= 0]].astype(np.int64)))
 
 
 def _teacher_tensors(

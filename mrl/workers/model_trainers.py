@@ -296,7 +296,9 @@ def train_batch(
     )
 
 
-ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite")
+MTP_SUMS = ("mtp_nll", "mtp_tokens")
+"""Names of the sums in the report of every optimizer step that trains MTP layers."""
+ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite", *MTP_SUMS)
 """Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 """Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""
@@ -322,8 +324,15 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
         "batch/computed_tokens": computed,
         "batch/optimizer_steps": float(len(reports)),
         "spent/megatron_s": seconds,
+        **mtp_metrics(reports),
         **_step_averages(reports),
     }
+
+
+def mtp_metrics(reports: list[UpdateReport]) -> Metrics:
+    """Return the loss of the MTP layers, if they are trained."""
+    tokens = _total(reports, "mtp_tokens")
+    return {"loss/mtp": _total(reports, "mtp_nll") / tokens} if tokens else {}
 
 
 def _step_averages(reports: list[UpdateReport]) -> Metrics:

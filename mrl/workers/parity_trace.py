@@ -111,7 +111,7 @@ def _accumulate(
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
     head, loss_function = model.head_and_loss(loss, temperature)
-    micros = model.micro_batches(block, batch)
+    micros = model.micro_batches(block, batch, trains_mtp=True)
     statistics = model.accumulate_gradients(micros, head, loss_function, batch, all_reduce=True)
     knows_loss = groups.tp_group().rank() == 0 and groups.is_last_stage()
     return reduce_statistics(statistics, {}).sums.get("loss", 0.0) if knows_loss else 0.0

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from models.architecture import ModelSpec
+from models.megatron_overrides import check_transformer_engine
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.config.process_schema import WeightSyncConfig
 from mrl.core.code_locations import quick_imports
@@ -130,11 +131,11 @@ class TrainWorker:
     def setup(
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
-        """Join the process group and build this rank's part of the model, which has the output head `head`."""
+        """Build this rank's part of the model, with the output `head`. Raises ValueError if a library is missing."""
+        check_transformer_engine(spec.overrides)
         with quick_imports():  # of Megatron, after __init__ has called patch_megatron_for_cpu
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
             from parallel import collectives, groups
-
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
@@ -473,8 +474,7 @@ class TrainWorker:
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that this process has used, in user and system mode. Benchmarks report this time."""
-        times = os.times()
-        return times.user + times.system
+        return sum(os.times()[:2])
 
     def close(self) -> None:
         """Close the weight sync session, abandon an unfinished save, and leave the process groups."""

@@ -28,9 +28,13 @@ KINDS = {
     "recurrent": ("qwen3_5", LARGE_EPSILON),
     "recurrent_biased": ("qwen3_5_biased", LARGE_EPSILON),
     "recurrent_moe": ("qwen3_next", dict(rms_norm_eps=3e-2)),
+    "mamba": ("nemotron_h", {}),
+    "mamba_moe": ("nemotron_h_moe", {}),
     "seed": ("seed_oss", {}),
     "glm": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
+    "sparse": ("deepseek_v32", dict(initializer_range=0.15)),
+    "shared_sparse": ("glm_moe_dsa", {}),  # layers 1 and 3 use the keys of layers 0 and 2
     "glm_dense": ("glm4", {}),
     "ministral": ("ministral3", {}),
     "smollm": ("smollm3", {}),

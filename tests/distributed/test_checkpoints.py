@@ -166,6 +166,7 @@ one = ParallelDims()
         ("moe", ParallelDims(dp=2, ep=2), [one, ParallelDims(pp=2), ParallelDims(tp=2, pp=2, ep=2, etp=1)]),
         ("moe", ParallelDims(dp=4, ep=2), [ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=1, etp=2)]),
         ("deepseek", ParallelDims(dp=2, ep=2), [ParallelDims(tp=2, pp=2)]),
+        ("shared_sparse", ParallelDims(dp=2, ep=2), [ParallelDims(tp=2, pp=2)]),
     ],
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value),
 )

@@ -87,6 +87,8 @@ def assert_they_come_back(run_ranks, folders, dims: ParallelDims) -> None:
         ("qwen3_moe", ParallelDims(tp=2, pp=2, vpp=2, ep=2, etp=1)),
         ("gpt_oss", ParallelDims(tp=2)),
         ("gpt_oss", ParallelDims(tp=2, pp=2, ep=2, etp=1)),
+        ("nemotron_h", ParallelDims(tp=4)),
+        ("nemotron_h_moe", ParallelDims(tp=2, pp=2, ep=2, etp=1)),
     ],
     ids=str,
 )
@@ -123,7 +125,9 @@ def read_every_shard(rank: int, folder, dims: ParallelDims) -> int:
 
 
 @pytest.mark.extended_except("phi3")
-@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo2_biased", "qwen3", "qwen3_5_biased", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["phi3", "glm4", "olmo2_biased", "qwen3", "qwen3_5_biased", "qwen3_next", "gpt_oss", "nemotron_h"]
+)
 def test_a_rank_reads_its_part_of_every_tensor(run_ranks, tmp_path, name):
     folder = make_family(name, tmp_path)
     counts = run_ranks(ParallelDims(tp=2), read_every_shard, folder, ParallelDims(tp=2))
@@ -189,6 +193,13 @@ def logits_finding(rank: int, folder, limit: float):
 
     convert_checkpoint.LOGITS_LIMIT = limit
     return convert_checkpoint.check_logits(HFConfig.load(folder))
+
+
+def test_check_computes_mamba_2_without_a_smallest_step(run_ranks, tmp_path):
+    """transformers raises the steps of Nemotron-H to at least time_step_min, but models are trained without this limit."""
+    make_family("nemotron_h", tmp_path / "model", time_step_min=0.5)
+    (found,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)
+    assert found.passed, found
 
 
 def test_check_detects_different_logits(run_ranks, tmp_path):

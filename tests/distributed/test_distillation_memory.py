@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from mrl.algorithms.distillation import Distillation
-from mrl.planner.activation_bytes import MicroBatchShape
+from mrl.planner.micro_batch_shape import MicroBatchShape
 from mrl.planner.trainer_memory import TrainerSettings, head_bytes
 from parallel.dims import ParallelDims
 

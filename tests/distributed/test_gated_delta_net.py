@@ -11,15 +11,18 @@ PACK = [Segment(5), Segment(7, 0), Segment(70, 0), Segment(2, 1), Segment(3), Se
 EPS = 1e-6
 
 
-def reference_layer(p: dict, hidden, key_heads: int, key_dim: int, value_dim: int):
-    """Return the outputs [S, H] of the layer with the parameters `p`, for hidden states [S, H]."""
+def norm(x, eps: float = EPS):
+    """Return the RMSNorm of `x` over its last dim, without a weight."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def reference_layer(p: dict, hidden, layer):
+    """Return the outputs [S, H] of the layer with the parameters `p`, for hidden states [S, H]. `layer` has its sizes."""
     import segment_recurrences as reference
     import torch
     import torch.nn.functional as F
 
-    def norm(x):
-        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
-
+    key_heads, key_dim, value_dim = layer.key_heads, layer.key_dim, layer.value_dim
     repeat = len(p["A_log"]) // key_heads
     projected = norm(hidden) * (1 + p["linear_in.layer_norm_weight"]) @ p["linear_in.weight"].T
     columns = [key_dim, key_dim, *[repeat * value_dim] * 2, repeat, repeat]
@@ -34,8 +37,11 @@ def reference_layer(p: dict, hidden, key_heads: int, key_dim: int, value_dim: in
     return (norm(out) * p["norm_weight"] * F.silu(gate)).flatten(1) @ p["linear_proj.weight"].T
 
 
-def largest_differences(rank: int, folder, dims: ParallelDims) -> dict[str, float]:
-    """Return the largest difference of outputs, of gradients of hidden states, and of gradients of each parameter."""
+def largest_differences(rank: int, folder, dims: ParallelDims, reference=reference_layer) -> dict[str, float]:
+    """Return the largest difference of outputs, of gradients of hidden states, and of gradients of each parameter.
+
+    The layer is the first block of the first layer. `reference`: computes the expected outputs.
+    """
     import torch
     import torch.distributed as dist
 
@@ -55,7 +61,7 @@ def largest_differences(rank: int, folder, dims: ParallelDims) -> dict[str, floa
 
     expected_inputs = hidden[:-1].clone().requires_grad_()
     copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
-    expected = reference_layer(copies, expected_inputs, layer.key_heads, layer.key_dim, layer.value_dim)
+    expected = reference(copies, expected_inputs, layer)
     (expected * weights).sum().backward()
 
     packed = pack(PACK, torch.device("cpu"), cp_rank=dims.coords(rank).cp, cp_size=dims.cp)

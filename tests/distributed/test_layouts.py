@@ -160,7 +160,9 @@ def export(rank: int, path, folder, dims: ParallelDims):
     make_actor(path, dims).export_hf(folder, {})
 
 
-@pytest.mark.extended_except("tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp", "glm-tp2 pp2 sp")
+@pytest.mark.extended_except(
+    "tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp", "glm-tp2 pp2 sp", "shared_sparse-tp2 pp2 sp"
+)
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [
@@ -174,6 +176,7 @@ def export(rank: int, path, folder, dims: ParallelDims):
         ("mixtral", ParallelDims(tp=2, dp=2, ep=2)),
         ("gpt_oss", ParallelDims(tp=2, dp=2, ep=2)),
         *[(kind, ParallelDims(**d)) for kind in ("glm", "deepseek") for d in (dict(dp=2, ep=2), dict(tp=2, pp=2))],
+        *[(kind, ParallelDims(tp=2, pp=2)) for kind in ("mamba", "mamba_moe", "sparse", "shared_sparse")],
         ("biased", ParallelDims(tp=2, pp=2)),
     ],
     ids=str,

@@ -53,6 +53,17 @@ def linear_layers(folder, experts: bool = False) -> list[str]:
     return [name for row in rows if can_have_adapter(row, experts) for name in row.hf]
 
 
+def peft_prefix(name: str) -> str:
+    """Return the names of A and B in PEFT without their ends. `name`: Hugging Face name of the adapted matrix.
+
+    The checkpoints of Nemotron-H have other names than the modules in transformers.
+    """
+    module = name.removesuffix("weight")
+    return "base_model.model." + (
+        "model." + module.removeprefix("backbone.") if name.startswith("backbone.") else module
+    )
+
+
 def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
     """Round a tensor to multiples of 2**-digits."""
     return (tensor * 2**digits).round() / 2**digits
@@ -73,7 +84,7 @@ def write_adapters(folder, model, experts: bool = False) -> None:
     weights = HFWeights(model)
     for name in linear_layers(model, experts):
         rows, columns = weights[name].shape
-        prefix = "base_model.model." + name.removesuffix("weight")
+        prefix = peft_prefix(name)
         tensors[f"{prefix}lora_A.weight"] = rounded(torch.randn(RANK, columns, generator=generator) * columns**-0.5, 9)
         tensors[f"{prefix}lora_B.weight"] = rounded(torch.randn(rows, RANK, generator=generator) * 0.1, 9)
     folder.mkdir()
@@ -89,9 +100,9 @@ def write_merged(folder, model, adapters) -> None:
     folder.mkdir()
     weights, pairs = load_file(model / "model.safetensors"), load_file(adapters / "adapter_model.safetensors")
     for name in weights:
-        if f"base_model.model.{name.removesuffix('weight')}lora_A.weight" not in pairs:
+        if f"{peft_prefix(name)}lora_A.weight" not in pairs:
             continue
-        a, b = (pairs[f"base_model.model.{name.removesuffix('weight')}lora_{m}.weight"].double() for m in "AB")
+        a, b = (pairs[f"{peft_prefix(name)}lora_{m}.weight"].double() for m in "AB")
         merged = weights[name].double() + ALPHA / RANK * (b @ a)
         weights[name] = merged.float()
         assert torch.equal(weights[name].double(), merged)
@@ -145,8 +156,9 @@ def expected(run_ranks, tmp_path_factory):
 def gradients_of_adapters(dense: dict[str, np.ndarray], adapters) -> dict[str, np.ndarray]:
     """Return dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, with s = alpha / rank, by the names of PEFT."""
     pairs, found, scale = load_file(adapters / "adapter_model.safetensors"), {}, ALPHA / RANK
+    weights = {peft_prefix(name): name for name in dense}
     for name in pairs:
-        weight = name.removeprefix("base_model.model.").rsplit(".", 2)[0] + ".weight"
+        weight = weights[name.rsplit(".", 2)[0] + "."]
         a, b = (pairs[name.rsplit(".", 2)[0] + f".lora_{m}.weight"].double().numpy() for m in "AB")
         gradient = dense[weight].astype(np.float64)
         found[name] = scale * (b.T @ gradient if "lora_A" in name else gradient @ a.T)
@@ -180,8 +192,8 @@ def test_gradients_of_a_dense_actor(run_ranks, expected, dims):
     [
         *("tied", "biased", "qkv_biased", "mistral", "seed", "gemma", "olmo2", "olmo3", "phi"),
         *("glm_dense", "ministral", "smollm", "recurrent_moe_3_5"),
-        *("moe", "mixtral", "glm", "deepseek", "minimax", "gpt_oss"),
-        *("recurrent", "recurrent_biased", "recurrent_moe"),
+        *("moe", "mixtral", "glm", "deepseek", "sparse", "shared_sparse", "minimax", "gpt_oss"),
+        *("recurrent", "recurrent_biased", "recurrent_moe", "mamba", "mamba_moe"),
     ],
 )
 def test_gradients_of_other_families(run_ranks, expected, kind, dims):
@@ -210,10 +222,12 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.extended_except("dp2 ep2")
-@pytest.mark.parametrize("dims", EXPERTS, ids=str)
-def test_gradients_of_routed_experts(run_ranks, expected, dims):
+@pytest.mark.extended_except("moe-dp2 ep2")
+@pytest.mark.parametrize(
+    ("kind", "dims"), [("moe", dims) for dims in EXPERTS] + [("mamba_moe", ParallelDims(tp=2, ep=2, etp=1))], ids=str
+)
+def test_gradients_of_routed_experts(run_ranks, expected, kind, dims):
     from mrl.workers.trace_comparison import StepTrace
 
-    model, adapters, reference = expected("moe", True)
+    model, adapters, reference = expected(kind, True)
     check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters, experts=True))))

@@ -320,7 +320,9 @@ def held_bytes(rank: int, spec: ModelSpec) -> StateBytes:
 
 @pytest.mark.extended_except("dense-tp2 pp2 sp")
 @pytest.mark.parametrize("dims", [ParallelDims(dp=3), TP2PP2, ParallelDims(pp=2, vpp=2, dp=2)], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "deepseek", "recurrent", "recurrent_moe"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "tied", "moe", "deepseek", "sparse", "recurrent", "recurrent_moe", "mamba_moe"]
+)
 def test_every_rank_holds_the_planned_bytes(run_ranks, tmp_path, kind, dims):
     make(kind, tmp_path / "model")
     spec = lora_spec(tmp_path / "model", dims, dtype="bfloat16")

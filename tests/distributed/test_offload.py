@@ -20,6 +20,7 @@ LAYOUTS = [
     ("moe", ParallelDims(dp=2, ep=2), "bfloat16"),
     ("moe", ParallelDims(tp=2, ep=2, etp=1), "float32"),
     ("deepseek", ParallelDims(dp=2, ep=2), "bfloat16"),  # its router has a correction bias, which is a buffer
+    ("sparse", ParallelDims(dp=2, ep=2), "bfloat16"),  # its indexers are frozen, and their norms are in float32
 ]
 
 

@@ -213,6 +213,28 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+SPARSE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "tp2 cp2", "tp2 pp2 cp2")
+
+
+@pytest.mark.extended_except("sparse-tp2 cp2 sp", "shared_sparse-pp2")
+@pytest.mark.parametrize("dims", SPARSE, ids=str)
+@pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
+def test_sparse_attention(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.extended_except("shared_sparse")
+@pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
+def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
+    expected = reference(traced, kind)
+    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+        check(expected, traced(kind, **options))
+    for megatron in (RECOMPUTE, dict(recompute_granularity="selective", recompute_modules=["core_attn"])):
+        check(expected, traced(kind, megatron=megatron))
+    if kind == "shared_sparse":
+        check(expected, traced(kind, ParallelDims(pp=2), megatron=RECOMPUTE))
+
+
 RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
 
 
@@ -228,8 +250,19 @@ def test_gated_delta_nets(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+@pytest.mark.extended_except("mamba-tp2 cp2 sp", "mamba_moe-pp2")
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("mamba", dims) for dims in RECURRENT]
+    + [("mamba_moe", dims) for dims in layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "pp2 vpp2 dp2 ep2")],
+    ids=str,
+)
+def test_mamba_2(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
 @pytest.mark.extended_except("recurrent")
-@pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe"])
+@pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe", "mamba", "mamba_moe"])
 def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
     expected = reference(traced, kind)
     for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
@@ -239,15 +272,17 @@ def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "cp2"), ids=str)
-def test_gated_delta_nets_in_bfloat16(traced, dims):
-    expected, found = reference(traced, "recurrent", dtype="bfloat16"), traced("recurrent", dims, dtype="bfloat16")
+@pytest.mark.parametrize("kind", ["recurrent", "mamba"])
+def test_recurrences_in_bfloat16(traced, kind, dims):
+    expected, found = reference(traced, kind, dtype="bfloat16"), traced(kind, dims, dtype="bfloat16")
     check(expected, found, "bfloat16")
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2"), ids=str)
-def test_a_critic_with_gated_delta_nets(traced, dims):
-    check(reference(traced, "recurrent", critic=True), traced("recurrent", dims, critic=True))
+@pytest.mark.parametrize("kind", ["recurrent", "mamba"])
+def test_a_critic_with_a_recurrence(traced, kind, dims):
+    check(reference(traced, kind, critic=True), traced(kind, dims, critic=True))
 
 
 @pytest.mark.extended

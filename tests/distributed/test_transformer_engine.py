@@ -31,6 +31,7 @@ ON_GPU = {"use_cpu_initialization": False}  # Megatron's config of a GPU run
 STEPS = [
     *[(kind, d) for kind in ("dense", "qkv_biased", "biased") for d in (ONE, *DENSE)],
     *[(kind, d) for kind in ("moe", "mixtral", "glm", "deepseek") for d in (ONE, *MOE)],
+    *[(kind, d) for kind in ("sparse", "shared_sparse") for d in (ONE, *layouts("tp2", "tp2 ep2 etp1"))],
     *[("gpt_oss", d) for d in (ONE, *layouts("tp2", "cp2", "dp2 ep2", "dp2 etp2", "tp2 ep2 etp1"))],
     *[("tied", d) for d in layouts("pp2", "tp2")],
     *[("critic", d) for d in layouts("tp2")],

@@ -166,7 +166,7 @@ def check_kernels(job: SectionJob) -> None:
 def check_plans(job: SectionJob) -> None:
     """The model of the section `step` has as many layers as the planner predicts to fit into the memory of the GPU."""
     from mrl.bench import model_steps
-    from mrl.planner.activation_bytes import GPU_KERNELS
+    from mrl.planner.micro_batch_shape import GPU_KERNELS
 
     model_steps._kernels = lambda: GPU_KERNELS
     model_steps.model_dtype = lambda: torch.bfloat16

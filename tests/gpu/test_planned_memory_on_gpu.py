@@ -39,7 +39,7 @@ def planned_and_allocated_bytes(rank: int, folder: str, sequence_tokens: int, ov
     from models.families import family_of
     from models.hf_config import HFConfig
     from models.model_builder import build_model
-    from mrl.planner.activation_bytes import GPU_KERNELS, Kernels
+    from mrl.planner.micro_batch_shape import GPU_KERNELS, Kernels
     from mrl.planner.model_shape import ModelShape
     from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
     from parallel import groups

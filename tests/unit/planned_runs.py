@@ -3,8 +3,16 @@
 import json
 from pathlib import Path
 
-from published_dense_configs import ANY, QWEN, QWEN3_8B, QWEN35_27B
-from published_moe_configs import DEEPSEEK_V3, GLM45_AIR, QWEN3_30B_A3B, QWEN3_NEXT_80B
+from published_dense_configs import NEMOTRON_NANO_9B_V2, QWEN, QWEN3_8B, QWEN35_27B, published
+from published_moe_configs import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM45_AIR,
+    GLM_5,
+    NEMOTRON_3_NANO_30B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
+)
 
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
@@ -34,9 +42,13 @@ MODELS = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V32,
+    "GLM-5": GLM_5,
     "GLM-4.5-Air": GLM45_AIR,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B,
     "Qwen3.5-27B": QWEN35_27B,
+    "Nemotron-Nano-9B-v2": NEMOTRON_NANO_9B_V2,
+    "Nemotron-3-Nano-30B-A3B": NEMOTRON_3_NANO_30B,
 }
 assert QWEN.items() <= QWEN3_235B_A22B.items(), "fields of the Qwen family"
 FULL = [
@@ -49,7 +61,7 @@ FULL = [
 def folder_of(model: str, folder: Path) -> Path:
     """Write a folder with the model's published config.json."""
     (folder / model).mkdir(exist_ok=True)
-    (folder / model / "config.json").write_text(json.dumps(ANY | MODELS[model]))
+    (folder / model / "config.json").write_text(json.dumps(published(MODELS[model])))
     return folder / model
 
 

@@ -274,7 +274,7 @@ def test_models_whose_engines_get_no_adapters_are_refused(models, tmp_path):
     recurrent = actor.arch.transformer | dict(linear_attention_freq=[1, 0])
     for changed, kind in (
         (dict(vision=tower), "image models"),
-        (dict(transformer=recurrent), "models with gated delta"),
+        (dict(transformer=recurrent), "models with recurrent layers"),
     ):
         with pytest.raises(
             ValueError, match=rf"mrl sends no adapters to engines of {kind}.*; use weight_sync.lora=merged"

@@ -304,14 +304,26 @@ HAND_EDITS = {  # in addition to the docstring
 +_OTHER_PERIOD = "a query scaling with original_max_position_embeddings other than 16384"  # SGLang always takes 16384
 +
 -    return replace(arch, query_scaling=read_query_scaling(config))
-+    arch = replace(arch, query_scaling=read_query_scaling(config))
-+    return arch if arch.query_scaling.period == 16384 else replace(arch, parts=frozenset([_OTHER_PERIOD]))
++    arch = replace(arch, query_scaling=(scaling := read_query_scaling(config)))
++    return arch if scaling.period == 16384 else replace(arch, parts=frozenset([_OTHER_PERIOD]))
 +    engine_unsupported_parts=frozenset([_OTHER_PERIOD]),
 """
 }
 PARTS_BY_HAND = {"ministral3": FAMILIES["Ministral3ForCausalLM"].engine_unsupported_parts}
 # families with operators or settings that no derived family has
-BY_HAND = ["gemma3", "gpt_oss", "minimax_m2", "olmo2", "olmo3", "phi3", "qwen3_next", "seed_oss"]
+BY_HAND = [
+    "deepseek_v32",
+    "gemma3",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "minimax_m2",
+    "nemotron_h",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen3_next",
+    "seed_oss",
+]
 SAME_CLASS = {name: [other for other in TINY if TINY[other][0] == TINY[name][0]] for name in FAMILY_NAMES}
 
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from models.architecture import ModelSpec
 from models.megatron_overrides import check_megatron_overrides
+from mrl.workers.worker import TrainWorker
 from parallel import device
+from parallel.dims import ParallelDims
 
 MISSING_FILE = "FileNotFoundError('Could not find shared object file: transformer_engine_torch*.so')"
 
@@ -80,6 +83,20 @@ def test_a_plan_refuses_fields_that_need_a_transformer_engine_that_cannot_be_imp
     assert device.capabilities().transformer_engine is not broken
     warnings = [record for record in own_records() if record.levelno >= logging.WARNING]
     assert len(warnings) == broken, "the plan and the layers of a process import the library once"
+
+
+def test_a_rank_refuses_fp8_before_it_waits_for_other_ranks_if_its_transformer_engine_cannot_be_imported(
+    process_with_gpu,
+):
+    """A driver without a GPU only knows that the library is installed."""
+    process_with_gpu(
+        {"transformer_engine/__init__.py": "", "transformer_engine/pytorch/__init__.py": f"raise {MISSING_FILE}"}
+    )
+    spec = ModelSpec("unread", ParallelDims(), "bfloat16", None, {"fp8": "hybrid", "fp8_recipe": "mxfp8"})
+    with pytest.raises(
+        ValueError, match=r"megatron\.fp8=hybrid: needs Transformer Engine, which is not installed or cannot"
+    ):
+        TrainWorker.setup(object.__new__(TrainWorker), spec, 0, ("unused", 0), 1.0)
 
 
 def test_an_apex_without_its_extensions_is_not_used(capabilities, caplog):

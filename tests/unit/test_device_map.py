@@ -10,6 +10,7 @@ from mrl.placement.device_map import (
     draw_device_map,
     idle_gpus_of_job,
     planned_device_map,
+    summarize,
 )
 from mrl.placement.resource_pools import STRATEGIES, SlotDemand, make_pools
 
@@ -48,6 +49,8 @@ def test_idle_gpus_are_a_warning_unless_roles_share_them():
     assert unused.startswith("6 of the job's 24 GPUs stay idle in the whole run")
     assert "of the 18 GPUs are idle: 10 while actor works, 14 while critic works, 12 while engines work" in warning
     assert "placement=colocated needs only 8 GPUs" in warning
+    (one,) = planned_device_map(make_pools({}, {"actor": SlotDemand(1), "engines": SlotDemand(1)}), 2).warnings
+    assert one.endswith("placement=colocated needs only 1 GPU.")
     everything = {"all": list(PPO)}
     same = dict.fromkeys(PPO, SlotDemand(8))
     assert planned_device_map(make_pools(everything, same), 8).warnings == ()
@@ -60,14 +63,14 @@ def test_the_gpus_of_a_job_that_no_role_uses_are_named():
     assert "node 0 GPU 6-7; node 1 GPU 0-7" in warning and "parallel.dp, rollout.num_engines" in warning
     assert any("node 1 GPU 0-7" in warning for warning in planned_device_map(pools, 8, 2).warnings)
     assert idle_gpus_of_job(pools, [4, 3]) == [
-        "1 of the job's 7 GPUs stay idle in the whole run, because no role uses them."
+        "1 of the job's 7 GPUs stays idle in the whole run, because no role uses them."
     ]
     assert idle_gpus_of_job(pools, [6]) == idle_gpus_of_job(pools, [2, 4]) == idle_gpus_of_job(pools, [0]) == []
 
 
 def test_a_tensor_parallel_group_on_several_nodes_is_a_warning():
     devices = planned_device_map(make_pools({}, {"actor": SlotDemand(8, 8), "engines": SlotDemand(4, 2)}), 4)
-    assert any("1 of 1 tensor-parallel groups of the actor are on more than one node" in w for w in devices.warnings)
+    assert any("1 of 1 tensor-parallel groups of the actor is on more than one node" in w for w in devices.warnings)
     assert not any("engines are on more than one" in w for w in devices.warnings)
 
 
@@ -117,6 +120,13 @@ def test_the_text_names_every_process_pool_and_total():
         "! ",
     ):
         assert word in text, text
+
+
+def test_one_device_and_one_node_are_named_in_the_singular():
+    one = planned_device_map(
+        make_pools({"all": ["actor", "engines"]}, dict.fromkeys(["actor", "engines"], SlotDemand(1))), 1
+    )
+    assert summarize(one) == "1 GPU on 1 node"
 
 
 def test_other_models_work_before_the_critic():

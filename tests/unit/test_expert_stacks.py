@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import make_family
 
-from models.conversion import convert_checkpoint
+from models.conversion import convert_checkpoint, hf_reader
 from models.conversion.expert_stacks import dequantize_mxfp4, is_stacked, stack_part, stored_name, stored_tensors
 from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.hf_writer import write_export
@@ -115,6 +115,36 @@ def test_a_folder_in_mxfp4_is_read_and_written_in_bfloat16(model, tmp_path):
     written = check_hf_folder(tmp_path / "back")
     assert "quantization_config" not in written.fields
     family_of(written).check_engine(written, family_of(written).read(written))
+
+
+def test_a_slice_in_mxfp4_dequantizes_only_the_blocks_that_contain_its_values(model, monkeypatch):
+    expected = quantize(model)["model.layers.0.mlp.experts.down_proj"][3].t()  # [32, 64]
+    calls: list[int] = []
+
+    def dequantize(blocks, scales):
+        calls.append(2 * blocks.numel())
+        return dequantize_mxfp4(blocks, scales)
+
+    monkeypatch.setattr(hf_reader, "dequantize_mxfp4", dequantize)
+    weights = HFWeights(model)
+    for starts, sizes, values in [((5, 33), (7, 20), 7 * 32), ((0, 30), (2, 4), 2 * 64), ((9, 0), (0, 3), 0)]:
+        calls.clear()
+        found = weights.read("model.layers.0.mlp.experts.3.down_proj", starts, sizes)
+        assert calls == [values] and found.is_contiguous()
+        assert torch.equal(found, expected[starts[0] :, starts[1] :][: sizes[0], : sizes[1]])
+    with pytest.raises(AssertionError, match="no slice of shape"):
+        weights.read("model.layers.0.mlp.experts.3.down_proj", (0, 60), (1, 5))
+
+
+def test_a_scale_that_stands_for_nan_is_refused_before_a_conversion_writes(model, tmp_path):
+    quantize(model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name][2, 7, 1] = 255
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"model.safetensors: {name}\[2, 7, 1\] is 255, which stands for NaN"):
+        convert_checkpoint.to_megatron(HFConfig.load(model), tmp_path / "megatron", Silent())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_an_export_writes_the_parts_of_a_stack_in_any_order(model, tmp_path):

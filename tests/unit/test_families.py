@@ -2,53 +2,28 @@
 
 import json
 import re
-from copy import deepcopy
-from dataclasses import replace
+from functools import partial
 from math import log
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from family_configs import read, saved, tiny_fields
 from tiny_families import FAMILIES as TINY
 from tiny_families import IMAGE_FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, YARN_ROPE, config_class
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from models.architecture import Architecture
 from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
 from models.hf_config import IGNORED_FIELDS, HFConfig
-from mrl.config import hydra_entry
-from mrl.controller.plan_models import plan_model
-from mrl.planner.model_shape import ModelShape
-from parallel.dims import ParallelDims
-from parallel.rope import Rope, YarnRope
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
-
-
-def saved(folder: Path, prefix: str, **fields) -> dict:
-    """Return the config.json that transformers writes."""
-    fields = deepcopy(fields)  # some config classes modify their arguments
-    config = config_class(prefix)(architectures=[f"{prefix}ForCausalLM"], **fields)
-    config.save_pretrained(folder)
-    return json.loads((folder / "config.json").read_text())
-
-
-def read(fields: dict, path="config.json") -> Architecture:
-    config = HFConfig(path, fields)
-    return family_of(config).read(config)
 
 
 @pytest.fixture
 def fields(tmp_path):
     """`fields(name)` returns the config.json of a tiny model."""
-
-    def of(name: str) -> dict:
-        prefix, its_own = TINY[name]
-        return saved(tmp_path, prefix, **(SIZES | its_own))
-
-    return of
+    return partial(tiny_fields, tmp_path)
 
 
 # fields of which no family supports the default: half of the head_dim of Glm4Moe, 42, is odd; sliding windows
@@ -63,7 +38,8 @@ def test_every_family_has_a_tiny_model():
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
     found = saved(tmp_path, prefix, **NOT_DEFAULT.get(prefix, {}))
-    assert read(found).num_layers == found["num_hidden_layers"]
+    listed = found.get("layers_block_type", ())  # Nemotron-H has no field with the number of layers
+    assert read(found).num_layers == found.get("num_hidden_layers", len(listed)) > 0
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -72,7 +48,8 @@ def test_a_reward_model_has_the_name_of_the_classifier_of_transformers(prefix):
     assert reward_model.as_reward_model() == reward_model
     assert reward_model.family_architecture == f"{prefix}ForCausalLM"
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config_class(prefix).model_type)
-    assert known == (None if prefix in ("Glm4Moe", "MiniMaxM2", "Qwen3_5Moe") else reward_model.architecture)
+    without = ("DeepseekV32", "Glm4Moe", "GlmMoeDsa", "MiniMaxM2", "NemotronH", "Qwen3_5Moe")
+    assert known == (None if prefix in without else reward_model.architecture)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -157,6 +134,37 @@ def test_no_ignored_field_is_read_by_a_family():
         ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
         ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        (
+            "deepseek_v32",
+            dict(indexer_rope_interleave=True),
+            "indexer_rope_interleave=True is not supported; expected False",
+        ),
+        ("deepseek_v32", dict(index_topk=0), "index_topk=0 is not supported; expected a number of 1 or more"),
+        ("deepseek_v32", dict(q_lora_rank=None), "q_lora_rank=None is not supported; expected a number of 1 or more"),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=4),
+            "index_head_dim=4 is not supported; expected at least qk_rope_head_dim=6",
+        ),
+        (
+            "deepseek_v32",
+            dict(mlp_layer_types=["sparse", "sparse"]),
+            "first_k_dense_replace=1 and mlp_layer_types=['sparse', 'sparse'] do not agree",
+        ),
+        (
+            "deepseek_v32",
+            dict(layer_types=["full_attention"] * 2),
+            "layer_types=['full_attention', 'full_attention'] is not",
+        ),
+        ("deepseek_v32", dict(index_topk_freq=2), "index_topk_freq=2 is not known to DeepseekV32ForCausalLM"),
+        (
+            "glm_moe_dsa",
+            dict(indexer_rope_interleave=False),
+            "indexer_rope_interleave=False is not supported; expected True",
+        ),
+        ("glm_moe_dsa", dict(indexer_types=["shared", "full"]), "and full for the first layer"),
+        ("glm_moe_dsa", dict(moe_router_dtype="bfloat16"), "moe_router_dtype='bfloat16' is not supported"),
+        ("glm_moe_dsa", dict(indexer_types=["full"]), "expected full or shared for each of the 2 layers"),
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported; expected 'gelu_pytorch"),
         ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
@@ -216,6 +224,32 @@ def test_no_ignored_field_is_read_by_a_family():
         ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads=8 is not supported; expected a multiple of"),
         ("qwen3_5", dict(num_experts=4), "num_experts=4 is not known to Qwen3_5ForCausalLM"),
         ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
+        ("nemotron_h", dict(mlp_hidden_act="silu"), "mlp_hidden_act='silu' is not supported; expected 'relu2'"),
+        ("nemotron_h", dict(mlp_bias=True), "mlp_bias=True is not supported; expected False"),
+        ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not supported; expected False"),
+        (
+            "nemotron_h",
+            dict(time_step_limit=[0.0, 0.1]),
+            "time_step_limit=[0.0, 0.1] is not supported; expected [0.0, Inf",
+        ),
+        ("nemotron_h", dict(attention_head_dim=8), "attention_head_dim=8 is not supported; expected None or 16"),
+        ("nemotron_h", dict(n_groups=3), "mamba_num_heads=8 is not supported; expected a multiple of n_groups=3"),
+        ("nemotron_h", dict(mamba_n_groups=8), "n_groups=4, mamba_n_groups=8 are names of one field"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba", "mamba2"]),
+            "expected linear_attention or full_attention or mamba",
+        ),
+        (
+            "nemotron_h",
+            dict(hybrid_override_pattern="M-*|"),
+            "hybrid_override_pattern='M-*|' is not supported; expected M",
+        ),
+        ("nemotron_h", dict(hybrid_override_pattern="M-*-"), "and num_hidden_layers=None differ; remove all but one"),
+        ("nemotron_h", dict(num_hidden_layers=3), "and num_hidden_layers=3 differ; remove all but one of these fields"),
+        ("nemotron_h_moe", dict(moe_latent_size=16), "moe_latent_size=16 is not supported; expected None"),
+        ("nemotron_h_moe", dict(n_shared_experts=2), "n_shared_experts=2 is not supported; expected 1"),
+        ("nemotron_h_moe", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported; expected True"),
         (
             "glm4",
             dict(rope_parameters=YARN_ROPE | dict(short_factor=[1.0])),
@@ -245,98 +279,6 @@ def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rop
     scaling = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
     old |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling if rope["rope_type"] != "default" else None)
     assert read(old) == read(new)
-
-
-def test_gated_delta_nets_have_a_linear_cost(fields):
-    """Two layers: a gated delta net and attention with an output gate. The MLPs and the output layer are counted apart."""
-    arch = read(fields("qwen3_5"))
-    linear, quadratic = arch.multiply_adds()
-    assert quadratic == 2 * 4 * 16 / 2, "scores and values of four heads"
-    keys, values, kernel = 4 * 8, 8 * 6, 4
-    recurrent = 32 * (2 * keys + 3 * values + 2 * 8) + kernel * (2 * keys + values) + 3 * values * 8
-    attention = 32 * (2 * 64 + 2 * 32 + 64)
-    assert linear == recurrent + attention + 2 * 3 * 32 * 48 + 32 * 41
-    shape = ModelShape.of(FAMILIES["Qwen3_5ForCausalLM"], arch)
-    norms = 4 * 32 + 2 * 16 + 6 + 2 * 8  # and two numbers for each head of the gated delta net
-    assert shape.token_macs == linear + norms
-    assert (shape.num_attention_layers, shape.recurrence.rule_macs) == (1, 3 * values * 8)
-
-
-def test_tensor_parallelism_divides_the_heads_of_gated_delta_nets(fields):
-    known = fields("qwen3_5") | dict(num_key_value_heads=4, linear_num_key_heads=2)
-    with pytest.raises(
-        ValueError, match=r"^parallel.tp=4 does not divide linear_num_key_heads=2 of this model; use 1, 2.$"
-    ):
-        read(known).check_layout(ParallelDims(tp=4))
-
-
-def test_a_model_with_longrope_takes_only_sequences_that_use_the_short_factors(fields):
-    known = fields("phi3_long")
-    assert known["max_position_embeddings"] == 64 and read(known).max_position_embeddings == 48
-    assert read(known).rope.factor == 64 / 48
-
-
-def test_the_config_says_which_layers_have_a_window(fields):
-    arch = read(fields("olmo3") | dict(layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"]))
-    assert [arch.has_window(layer) for layer in range(4)] == [False, True, True, False]
-    assert arch.transformer["window_size"] == (8, 0)
-    without = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4, sliding_window=None))
-    assert "window_size" not in without.transformer and not without.has_window(0)
-
-
-def test_layers_with_a_window_have_a_linear_cost(fields):
-    windowed = read(fields("olmo3"))
-    full = read(fields("olmo3") | dict(layer_types=["full_attention"] * 4))
-    (linear, quadratic), (full_linear, full_quadratic) = windowed.multiply_adds(), full.multiply_adds()
-    assert quadratic == full_quadratic / 4 and full_quadratic == 4 * 2 * 32 / 2
-    assert linear - full_linear == 3 * 2 * 32 * 9, "three layers: scores and values of 32 channels, for 9 keys"
-    shape = ModelShape.of(FAMILIES["Olmo3ForCausalLM"], windowed)
-    assert shape.attended_squares(10.0) == 10.0 and shape.attended_squares(100.0) == (3 * 2 * 9 + 100) / 4
-
-
-def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
-    arch = read(fields("olmo3"))
-    assert (arch.rope.rope_theta, arch.local_rope.rope_theta) == (5000.0, 300.0)
-    old = {name: value for name, value in fields("olmo3").items() if name != "rope_parameters"}
-    scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
-    arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
-    assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
-
-
-def test_a_gpt_oss_config_without_rope_parameters_has_yarn(fields):
-    known = {name: value for name, value in fields("gpt_oss").items() if name != "rope_parameters"}
-    rope = read(known).rope
-    assert rope == YarnRope(
-        rope_theta=150000.0,
-        dim=16,
-        factor=32.0,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        truncate=False,
-        original_max_position_embeddings=4096,
-    )
-
-
-def test_only_layers_with_sinks_force_packed_attention(fields, monkeypatch):
-    from models import model_builder
-
-    monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))
-    for name, is_packed in (("gpt_oss", True), ("mixtral", False)):
-        assert model_builder.uses_packed_attention(read(fields(name)), share_prompts=False) == is_packed
-
-
-def test_windows_under_context_parallelism_need_shared_prompts(fields, tmp_path):
-    fields("olmo3")  # writes config.json
-    keys = ["model.dtype=float32", "run.dir=out", "parallel.cp=2", "trainer.share_prompts=false"]
-    config = hydra_entry.compose_config(hydra_entry.check_overrides([f"model.path={tmp_path}", *keys]))
-    why = (
-        r"trainer.share_prompts=false with parallel.cp=2: on GPUs, .* set trainer.share_prompts=true, or parallel.cp=1"
-    )
-    with pytest.raises(ValueError, match=why):
-        plan_model(config, str(tmp_path), weights=False)
-    plan_model(replace(config, trainer=replace(config.trainer, share_prompts=True)), str(tmp_path), weights=False)
-    fields("gpt_oss")  # with sinks, Transformer Engine never computes the attention
-    plan_model(config, str(tmp_path), weights=False)
 
 
 def test_the_field_rotary_dim_sets_the_rotated_components(fields):
@@ -438,6 +380,6 @@ def test_a_family_that_cannot_be_loaded_is_explained(tmp_path, reference, messag
 
 def test_the_error_for_an_unknown_architecture_lists_the_known_ones_and_model_family():
     with pytest.raises(
-        ValueError, match=r"'MineForCausalLM' is not supported; known: DeepseekV3ForCausalLM, .*model.family"
+        ValueError, match=r"'MineForCausalLM' is not supported; known: DeepseekV32ForCausalLM, .*model.family"
     ):
         family_of(HFConfig("config.json", dict(architectures=["MineForCausalLM"])))

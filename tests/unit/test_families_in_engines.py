@@ -37,6 +37,11 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
             "other than linear scaling in layers with full attention, which SGLang silently ignores",
         ),
         ("gpt_oss_plain", {}, "has tied embeddings, which SGLang silently ignores"),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=64),
+            "index_head_dim=64, but SGLang 0.5.23 caches keys of indexers only with 128",
+        ),
         ("gpt_oss", dict(quantization_config=dict(quant_method="mxfp4")), "SGLang would keep the experts in MXFP4"),
         ("minimax_m2", dict(rotary_dim=None, partial_rotary_factor=0.25), "has partial_rotary_factor, which SGLang"),
         ("olmo2", dict(head_dim=16), "has a head_dim other than hidden_size / num_attention_heads, which SGLang"),
@@ -46,6 +51,12 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
         ("qwen3_5", dict(full_attention_interval=2), "has a rotary embedding other than rope_theta and partial"),
         ("qwen3_5_biased", dict(full_attention_interval=2), "has a rotary embedding .*, proj_bias, qkv_bias, which"),
         ("qwen3_next", dict(full_attention_interval=2, mlp_only_layers=[0]), "layers without experts, which SGLang"),
+        ("nemotron_h", {}, 'names for the values of layers_block_type; write "attention" in place of "full_attention"'),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mamba"]),
+            "has n_groups other than 8 without an equal field mamba_n_groups",
+        ),
         (
             "phi3",
             dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)),
@@ -92,7 +103,7 @@ ALIKE = [
         "phi3",
         "phi3_long",
     ),
-    *("glm4_moe", "deepseek_v3", "glm4", "glm4_plain"),
+    *("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4", "glm4_plain"),
 ]
 
 
@@ -100,6 +111,15 @@ ALIKE = [
 def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
     config = HFConfig("config.json", fields(name))
     family_of(config).check_engine(config, read(fields(name)))
+
+
+def test_nemotron_h_has_an_engine_with_the_fields_that_sglang_reads(fields):
+    known = fields("nemotron_h") | dict(layers_block_type=["mamba", "mlp", "attention", "mamba"], mamba_n_groups=4)
+    config = HFConfig("config.json", known)
+    family_of(config).check_engine(config, read(known))
+    config = HFConfig("config.json", {name: value for name, value in known.items() if name != "n_groups"})
+    with pytest.raises(ValueError, match='SGLang requires fields that transformers omits; add "n_groups": 8'):
+        family_of(config).check_engine(config, read(config.fields))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
@@ -200,7 +220,24 @@ def test_engines_on_gpus_compute_in_float32_only_in_deterministic_inference(
         engine_topology(config, actor)
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss"])
+def test_engines_with_sparse_attention_compute_in_bfloat16(fields):
+    config = HFConfig("config.json", fields("glm_moe_dsa"))
+    family_of(config).check_engine_dtype(config, "bfloat16")
+    with pytest.raises(
+        ValueError, match=r"computes GlmMoeDsaForCausalLM only in bfloat16, not in float16; set sglang.dtype="
+    ):
+        family_of(config).check_engine_dtype(config, "float16")
+
+
+def test_sglang_rotates_the_pairs_of_the_indexer_that_the_config_names(fields):
+    """Without the field, SGLang would rotate the pairs of DeepSeek-V3.2."""
+    left = {name: value for name, value in fields("glm_moe_dsa").items() if name != "indexer_rope_interleave"}
+    config = HFConfig("config.json", left)
+    with pytest.raises(ValueError, match='add "indexer_rope_interleave": true'):
+        family_of(config).check_engine(config, read(left))
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss", "deepseek_v32", "glm_moe_dsa"])
 def test_engines_of_some_families_need_gpus(fields, tmp_path, name):
     hf = HFConfig("config.json", fields(name))
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))

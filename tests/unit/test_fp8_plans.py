@@ -63,7 +63,7 @@ def test_published_models_fit_the_blocks(model, overrides, tmp_path):
             ["parallel.tp=8"],
             "mlp.gate_proj.weight whose rows 0 to 1216 of 9728 .*use a smaller parallel.tp",
         ),
-        ("Qwen3-Next-80B-A3B", ["cluster=h100"], "trainers send the weights of gated delta nets only in model.dtype"),
+        ("Qwen3-Next-80B-A3B", ["cluster=h100"], "trainers send the weights of recurrent layers only in model.dtype"),
         ("GLM-4.5-Air", [], "gate_up_proj.weight has 10944 rows before this tensor, not a multiple of 128"),
     ],
 )

@@ -342,11 +342,24 @@ def test_every_response_has_its_own_stable_seed(configure):
             "data.test_sets.s.reward: calls roles.judge, which only `mrl train` serves",
         ),
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
+        (
+            {
+                "model.dtype": "bfloat16",
+                "sglang": {"device": "cuda", "dtype": "float32"},
+                "generate.deterministic": False,
+            },
+            "sglang.dtype=float32: on GPUs, SGLang 0.5.23 normalizes float32 only in deterministic inference",
+        ),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_starts(configure, overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_generation(configure(**overrides)).prompts()
+
+
+def test_the_dtype_of_engines_may_differ_from_the_dtype_of_the_model(configure):
+    on_gpus = {"sglang": {"device": "cuda", "dtype": "bfloat16"}, "generate.deterministic": False}
+    assert plan_generation(configure(**on_gpus)).server_args["dtype"] == "bfloat16"
 
 
 def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp_path):

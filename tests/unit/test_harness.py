@@ -196,6 +196,15 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
         (None, {"evaluate.input": "answers"}, "evaluate.input with evaluate.harness"),
         (None, {"model.path": "/nowhere"}, "/nowhere"),
         (None, {"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),
+        (
+            None,
+            {
+                "model.dtype": "bfloat16",
+                "sglang": {"device": "cuda", "dtype": "float32"},
+                "generate.deterministic": False,
+            },
+            r"sglang\.dtype=float32: on GPUs",
+        ),
     ],
 )
 def test_mistakes_are_found_before_an_engine_starts(configure, program, harness, keys, message):

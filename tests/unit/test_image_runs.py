@@ -25,7 +25,8 @@ from mrl.controller.plan_train import plan_training
 from mrl.controller.processes import rollout_spec
 from mrl.data.images import RequestImages
 from mrl.data.shapes_task import make_shapes_task
-from mrl.planner.activation_bytes import MicroBatchShape, tower_bytes, tower_patch_bytes, tower_working_bytes
+from mrl.planner.activation_bytes import tower_bytes, tower_patch_bytes, tower_working_bytes
+from mrl.planner.micro_batch_shape import MicroBatchShape
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import RoleModel, trainer_settings
 from mrl.planner.run_memory import _pixel_bytes as pixel_bytes

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from planned_runs import ANY, MODELS
+from planned_runs import MODELS
+from published_dense_configs import published
 
 from mrl.config import hydra_entry
 from mrl.config.input_names import resolve_data, resolve_inputs, resolve_model
@@ -54,7 +55,7 @@ def cache_repository(home: Path, kind: str, repo_id: str, commits: dict[str, dic
 def home(tmp_path_factory) -> Path:
     """Return HF_HOME with a model and a data set in its cache."""
     home = tmp_path_factory.mktemp("hf")
-    config = json.dumps(ANY | MODELS["Qwen3-0.6B"])
+    config = json.dumps(published(MODELS["Qwen3-0.6B"]))
     cache_repository(home, "models", "lab/tiny", {commit: {"config.json": config} for commit in (FIRST, SECOND)})
     names = (
         "main/train-0.parquet",

@@ -320,6 +320,14 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         (["cluster=h100", "cluster.nodes=1", "plan.top=0"], "plan.top=0"),
         (["cluster=h100", "cluster.nodes=1", "cluster.hardware.gpu_memory_gb=9"], "no layout fits on 8 GPUs"),
         (["cluster=h100", "cluster.nodes=1", "plan.lengths=nowhere.jsonl"], "lengths=nowhere.jsonl"),
+        (
+            ["cluster=h100", "cluster.nodes=1", "algorithm=distill", "roles.teacher.path=large"],
+            "roles.teacher: mrl plan search counts neither the GPUs nor the memory and seconds of the models in `roles`",
+        ),
+        (
+            ["cluster=h100", "cluster.nodes=1", "reward=served_judge", "roles.judge.path=large"],
+            "roles.judge: mrl plan search counts neither the GPUs",
+        ),
     ],
 )
 def test_an_error_names_the_key(tmp_path, capsys, words, said):

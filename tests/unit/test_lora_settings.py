@@ -38,7 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 def models(tmp_path_factory):
     """`models[name]` -> folder of a tiny model."""
     names = ("qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "phi3", "olmo2", "qwen3_5", "qwen3_next")
-    names += ("gpt_oss", "glm4", "qwen3_5_moe")
+    names += ("gpt_oss", "glm_moe_dsa", "nemotron_h_moe", "glm4", "qwen3_5_moe")
     return {name: make_family(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
@@ -80,9 +80,12 @@ def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none
         ("glm4", {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
                          "down_proj"}),
+        ("glm_moe_dsa", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
+                         "down_proj"}),  # and not wq_b, wk and weights_proj of the indexer
         ("qwen3_5", {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"}),
         ("qwen3_next", {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "gate_proj",
                         "up_proj", "down_proj"}),
+        ("nemotron_h_moe", {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj", "down_proj"}),
     ],
 )  # fmt: skip
 def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name, expected):
@@ -95,6 +98,7 @@ def test_linear_layers_outside_the_routed_experts_can_have_adapters(models, name
     for of_a, of_b in zip(mappings[::2], mappings[1::2], strict=True):
         (name_a, a), (name_b, b) = (m.hf_shapes(arch.sizes | {"lora_rank": 2}).popitem() for m in (of_a, of_b))
         weight = name_a.removeprefix("base_model.model.").replace("lora_A.", "")
+        weight = weight.replace("model.", "backbone.") if name == "nemotron_h_moe" else weight
         assert name_b == name_a.replace("lora_A", "lora_B") and (b[0], a[1]) == shapes[weight] and a[0] == b[1] == 2
 
 
@@ -141,15 +145,23 @@ def test_an_unknown_target_names_the_known_targets(models):
         check_lora(replace(LORA, targets=["c_proj", "q_proj"]), *read(models["qwen3"]))
 
 
-def test_a_tensor_with_several_matrices_has_no_adapter(models):
-    family, arch = read(models["phi3"])
-    with pytest.raises(
-        ValueError, match=r"lora.targets=\[\] with Phi3ForCausalLM: qkv_proj, gate_up_proj cannot have .*; set"
-    ):
+@pytest.mark.parametrize(
+    ("name", "fused", "others"),
+    [
+        ("phi3", ["qkv_proj", "gate_up_proj"], ["o_proj", "down_proj"]),
+        ("glm4", ["gate_up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]),
+    ],
+)
+def test_a_tensor_with_several_matrices_has_no_adapter(models, name, fused, others):
+    family, arch = read(models[name])
+    start = rf"lora.targets=\[\] with {family.architecture}: {', '.join(fused)} cannot have .*; set"
+    with pytest.raises(ValueError, match=start):
         check_lora(LORA, family, arch)
-    with pytest.raises(ValueError, match=r"lora.targets: qkv_proj is not a linear layer .* from o_proj, down_proj"):
-        check_lora(replace(LORA, targets=["qkv_proj", "o_proj"]), family, arch)
-    check_lora(replace(LORA, targets=["o_proj", "down_proj"]), family, arch)
+    with pytest.raises(
+        ValueError, match=rf"lora.targets: {fused[0]} is not a linear layer .* from {', '.join(others)}"
+    ):
+        check_lora(replace(LORA, targets=[fused[0], "o_proj"]), family, arch)
+    check_lora(replace(LORA, targets=others), family, arch)
 
 
 def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(models):
@@ -164,6 +176,18 @@ def test_tensors_that_trainers_store_with_several_matrices_have_no_adapters(mode
     check_lora(LORA, *read(models["qwen3_next"]))
     with pytest.raises(ValueError, match="because trainers store"):
         check_lora(LORA, *read(models["qwen3_5_moe"]))
+
+
+def test_the_input_projection_of_mamba_2_has_no_adapter(models):
+    family, arch = read(models["nemotron_h_moe"])
+    with pytest.raises(
+        ValueError, match=r"NemotronHForCausalLM: in_proj cannot have adapters, .* from out_proj, q_proj"
+    ):
+        check_lora(LORA, family, arch)
+    targets = ["q_proj", "v_proj", "out_proj"]
+    with pytest.raises(ValueError, match="layer 1 has none of these matrices; add one of up_proj, down_proj"):
+        check_lora(replace(LORA, targets=targets), family, arch)
+    check_lora(replace(LORA, targets=[*targets, "up_proj"]), family, arch)
 
 
 def test_every_layer_needs_an_adapter(models):

@@ -22,7 +22,7 @@ def drawn_sizes(draw) -> dict[str, int]:
     """Draw the sizes of a model that tp=4 can split, with multi-head or grouped-query attention and any vocabulary size."""
     groups, per_group = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 4))
-    key_heads, values_per_key = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 3))  # of gated delta nets
+    key_heads, values_per_key = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 3))  # of recurrent layers
     keys, value_channels = key_heads * draw(st.integers(1, 4)), draw(st.integers(1, 4))
     values = key_heads * values_per_key * value_channels
     moe_ffn = 4 * draw(st.integers(1, 4))
@@ -40,6 +40,9 @@ def drawn_sizes(draw) -> dict[str, int]:
         kv_lora=draw(st.integers(1, 9)),
         kv_a=draw(st.integers(1, 9)),
         kv_b=4 * draw(st.integers(1, 9)),
+        index_q=draw(st.integers(1, 9)),
+        index_dim=draw(st.integers(1, 9)),
+        index_heads=draw(st.integers(1, 9)),
         o=4 * draw(st.integers(1, 9)),
         tower_hidden=draw(st.integers(1, 5)),  # this and the following sizes belong to vision towers
         **dict(tower_qkv=3, tower_ffn=2, tower_merged=4, tower_positions=3, channels=3, frames=2, patch=2),
@@ -47,7 +50,7 @@ def drawn_sizes(draw) -> dict[str, int]:
         heads=groups * per_group,  # this and the following size belong to gpt-oss
         gate_and_up=2 * moe_ffn,
         q_and_gate=2 * groups * per_group * head_dim,
-        head_groups=key_heads,  # this and the following sizes belong to gated delta nets
+        head_groups=key_heads,  # of gated delta nets and Mamba-2; the following sizes belong to gated delta nets
         gdn_k=keys,
         gdn_v=values,
         gdn_v_heads=key_heads * values_per_key,
@@ -55,6 +58,10 @@ def drawn_sizes(draw) -> dict[str, int]:
         gdn_kernel=draw(st.integers(1, 4)),
         gdn_qkvz=2 * (keys + values),
         gdn_ba=2 * key_heads * values_per_key,
+        values=values,  # this and the following sizes belong to Mamba-2
+        states=keys,
+        mamba_heads=key_heads * values_per_key,
+        kernel=draw(st.integers(1, 4)),
     )
 
 
@@ -107,6 +114,17 @@ def test_queries_come_before_their_gates_in_each_group():
     merged = row.to_megatron([q_and_gate, k, v], sizes, 0, 1).flatten().tolist()
     assert merged == [0, 1, 50, 51, 10, 20, 2, 3, 52, 53, 11, 21]
     assert row.to_megatron([q_and_gate, k, v], sizes, 1, 2).flatten().tolist() == merged[6:]
+
+
+def test_the_input_projection_of_mamba_2_is_ordered_by_groups():
+    """The Hugging Face tensor has gates, values, keys, queries and numbers of heads, here two groups with two heads each."""
+    row = next(r for r in FAMILIES["NemotronHForCausalLM"].table if r.megatron.endswith("linear_in.weight"))
+    sizes = dict(hidden=1, values=4, states=2, mamba_heads=4, head_groups=2)
+    whole = torch.arange(16.0)[:, None]
+    merged = row.to_megatron([whole], sizes, 0, 1)
+    assert merged[:, 0].tolist() == [0, 1, 4, 5, 8, 10, 12, 13, 2, 3, 6, 7, 9, 11, 14, 15]
+    ranks = [row.to_megatron([whole], sizes, rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat(ranks), merged) and torch.equal(*row.to_hf(ranks, sizes).values(), whole)
 
 
 def test_the_input_projection_of_a_gated_delta_net_is_ordered_by_key_heads():

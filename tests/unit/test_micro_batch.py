@@ -101,6 +101,39 @@ def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, sha
 
 
 @many
+@given(
+    blocks(),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.randoms(use_true_random=False),
+)
+def test_each_mtp_layer_predicts_a_sampled_token_once_from_earlier_tokens_of_its_row(
+    made, layers, cp_size, tp_multiple, random
+):
+    block, groups = made
+    rows = np.array(random.sample(range(len(groups)), random.randint(1, len(groups))))
+    batch = RankBatch((rows,), np.ones(len(groups)), None, sampled_tokens=5)
+    whole = {row: [*block.prompt(row).tolist(), *block.response(row).tolist()] for row in rows}
+    place = {token: (row, whole[row].index(token)) for row in rows for token in sampled_tokens(block, row)}
+    predicted: list[list[int]] = [[] for _ in range(layers)]
+    for rank in range(cp_size):
+        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
+        micro = MicroBatch.build(block, rows, batch, packer, mtp_layers=layers)
+        assert len(micro.mtp) == layers and micro.packed.later_tokens.shape == (layers, len(micro.tokens))
+        assert micro.sampled_tokens == 5
+        for depth, (mtp, later) in enumerate(zip(micro.mtp, micro.packed.later_tokens, strict=True), 1):
+            for index, token in zip(mtp.index.tolist(), mtp.targets.tolist(), strict=True):
+                row, position = place[token]
+                assert micro.tokens[index] == whole[row][position - 1 - depth]
+                assert later[index] == whole[row][position - 1], "the layer reads the token before its target"
+            predicted[depth - 1] += mtp.targets.tolist()
+            assert not later[torch.from_numpy(micro.packed.source < 0)].any()
+    for depth, tokens in enumerate(predicted, 1):
+        assert sorted(tokens) == sorted(token for token, (_, position) in place.items() if position > depth)
+
+
+@many
 @given(blocks(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
 def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_multiple):
     block, groups = made

@@ -252,8 +252,8 @@ def test_only_the_memory_is_printed_as_json(capsys):
     assert "--json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
-def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
+@pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B", "Nemotron-3-Nano-30B-A3B"])
+def test_engines_of_recurrent_layers_need_gpus(tmp_path, model):
     layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
     config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
     actor = MemoryEstimator.of(config).models["actor"]
@@ -264,12 +264,13 @@ def test_engines_of_gated_delta_nets_need_gpus(tmp_path, model):
         engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
 
 
-def test_gated_delta_nets_are_not_computed_in_fp8(tmp_path):
+@pytest.mark.parametrize("model", ["Qwen3.5-27B", "Nemotron-Nano-9B-v2"])
+def test_recurrent_layers_are_not_computed_in_fp8(tmp_path, model):
     fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"]
     with pytest.raises(
-        ValueError, match=r"megatron\.fp8=hybrid: trainers compute gated delta nets only in model\.dtype"
+        ValueError, match=r"megatron\.fp8=hybrid: trainers compute recurrent layers only in model\.dtype"
     ):
-        MemoryEstimator.of(config_of("Qwen3.5-27B", tmp_path, *LAYOUT, *fp8))
+        MemoryEstimator.of(config_of(model, tmp_path, *LAYOUT, *fp8))
 
 
 def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
@@ -282,10 +283,28 @@ def test_mrl_certify_engine_refuses_gated_delta_nets(tmp_path, monkeypatch):
         plan_tools.plan_engine_check(config)
 
 
+def test_mrl_certify_engine_refuses_the_dtype_of_an_engine_that_cannot_compute_in_it(tmp_path, monkeypatch):
+    on_gpus = ["sglang.device=cuda", "sglang.dtype=float32", "certify.dtype=bfloat16", "rollout.deterministic=false"]
+    config = config_of("Qwen3-4B", tmp_path, *on_gpus)
+    monkeypatch.setattr(plan_tools, "plan_parity", partial(plan_model, path=config.model.path, weights=False))
+    with pytest.raises(ValueError, match=r"sglang\.dtype=float32: on GPUs"):
+        plan_tools.plan_engine_check(config)
+
+
 def test_a_model_with_gated_delta_nets_caches_keys_only_in_its_other_layers(tmp_path):
     config = config_of("Qwen3.5-27B", tmp_path, *LAYOUT, "rollout.engine_tp=4")
     shape = MemoryEstimator.of(config).shapes["actor"]
     assert kv_bytes(shape, EngineParallelSizes(4), 2) == 16 * 2 * 256 * 2, "one of four key heads in 16 of 64 layers"
+
+
+def test_a_model_with_one_block_in_each_layer_caches_keys_and_states_only_in_some_layers(tmp_path):
+    shape = MemoryEstimator.of(config_of("Nemotron-Nano-9B-v2", tmp_path, *LAYOUT, "rollout.engine_tp=4")).shapes[
+        "actor"
+    ]
+    assert kv_bytes(shape, EngineParallelSizes(4), 2) == 4 * 2 * 2 * 128 * 2, "two of eight key heads in 4 of 56 layers"
+    # one of four ranks, 27 layers: a float32 matrix for each of 128 heads, and three inputs of the convolution in bfloat16
+    state = 27 * (128 * 80 * 128 * 4 + (128 * 80 + 2 * 8 * 128) * 3 * 2) // 4
+    assert state_bytes(shape, EngineParallelSizes(4)) == state
 
 
 def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets(tmp_path):

@@ -4,12 +4,13 @@ from math import prod
 
 import pytest
 from published_dense_configs import (
-    ANY,
     GEMMA3_1B,
     GLM4_9B,
     LLAMA31_8B,
     MINISTRAL3_8B,
     MISTRAL_7B_V03,
+    NEMOTRON_H_8B,
+    NEMOTRON_NANO_9B_V2,
     OLMO2_7B,
     OLMO3_7B,
     PHI4,
@@ -20,14 +21,18 @@ from published_dense_configs import (
     SEED_OSS_36B,
     SMOLLM2_135M,
     SMOLLM3_3B,
+    published,
 )
 from published_moe_configs import (
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM45_AIR,
+    GLM_5,
     GPT_OSS_20B,
     KIMI_K2,
     MINIMAX_M2,
     MIXTRAL_8X7B,
+    NEMOTRON_3_NANO_30B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B,
     QWEN35_35B_A3B,
@@ -38,11 +43,20 @@ from models.hf_config import HFConfig
 
 
 @pytest.mark.parametrize(
-    ("fields", "billions"), [(QWEN3_NEXT_80B, 80), (QWEN35_27B, 27), (QWEN35_35B_A3B, 35)], ids=["80B", "27B", "35B"]
+    ("fields", "billions"),
+    [
+        (QWEN3_NEXT_80B, 80),
+        (QWEN35_27B, 27),
+        (QWEN35_35B_A3B, 35),
+        (NEMOTRON_H_8B, 8.1),
+        (NEMOTRON_NANO_9B_V2, 8.9),
+        (NEMOTRON_3_NANO_30B, 31.6),
+    ],
+    ids=["80B", "27B", "35B", "8B", "9B", "30B"],
 )
-def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
+def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
     """The authors state rounded numbers. The configs have no value that SGLang is known to compute differently."""
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     family, arch = family_of(config), family_of(config).read(config)
     family.check_engine(config, arch)
     parameters = sum(prod(shape) for shape in family.hf_shapes(arch).values())
@@ -70,6 +84,8 @@ def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
         (MIXTRAL_8X7B, 46_702_792_704),
         (GLM45_AIR, 106_852_251_264),  # multi-token prediction has 3_616_573_568 more parameters
         (DEEPSEEK_V3, 671_026_419_200),
+        (DEEPSEEK_V32, 671_026_419_200 + 61 * 13_959_424),  # the latter are the weights of an indexer
+        (GLM_5, 743_911_218_432),
         (GLM4_9B, 9_400_279_040),
         (MINISTRAL3_8B, 8_489_553_920),  # the vision tower and its projector have 0.4 billion more
         (SMOLLM3_3B, 3_075_098_624),
@@ -90,19 +106,25 @@ def test_published_sizes_of_models_with_gated_delta_nets(fields, billions):
             "Mixtral-8x7B",
             "GLM-4.5-Air",
             "DeepSeek-V3",
+            "DeepSeek-V3.2",
+            "GLM-5",
         ),
         *("GLM-4-9B-0414", "Ministral-3-8B", "SmolLM3-3B"),
     ],
 )
 def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     family = family_of(config)
     assert sum(prod(shape) for shape in family.hf_shapes(family.read(config)).values()) == parameters
 
 
-@pytest.mark.parametrize(("fields", "billions"), [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0)], ids=["A3B", "A37B"])
+@pytest.mark.parametrize(
+    ("fields", "billions"),
+    [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (NEMOTRON_3_NANO_30B, 3.6)],
+    ids=["A3B", "A37B", "A3.6B"],
+)
 def test_a_token_costs_the_published_number_of_active_parameters(fields, billions):
-    config = HFConfig("config.json", ANY | fields)
+    config = HFConfig("config.json", published(fields))
     per_token, _ = family_of(config).read(config).multiply_adds()
     embedding = fields["vocab_size"] * fields["hidden_size"]
     assert (per_token + embedding) / 1e9 == pytest.approx(billions, rel=0.02)

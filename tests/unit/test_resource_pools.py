@@ -106,6 +106,8 @@ def test_a_cluster_that_is_too_small_is_an_error():
         check_capacity(pools, [8, 8], "GPU")
     with pytest.raises(ValueError, match="the cluster has 0 CPU slots on 0 nodes"):
         check_capacity(pools, [], "CPU slot")
+    with pytest.raises(ValueError, match="the cluster has 1 GPU on 1 node"):
+        check_capacity(pools, [1], "GPU")
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,20 @@ def test_a_checkpoint_of_adapters_fits_only_its_base_model_its_scale_and_its_mat
             check_checkpoint_fits(resume, model_identity(arch, changed, str(folders[folder])), {"actor"})
 
 
+def test_the_weights_of_the_base_model_are_read_again_only_after_a_change(tmp_path, monkeypatch):
+    """A run needs the identity of its model twice at its start."""
+    arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {})
+    file, opened, open_file = tmp_path / "model.safetensors", [], Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **b: opened.append(path) or open_file(path, *a, **b))
+    found = []
+    for _ in range(2):
+        file.write_bytes(os.urandom(100_000))
+        opened.clear()
+        found += [model_identity(arch, LoraConfig(rank=2), str(tmp_path)) for _ in range(2)]
+        assert opened == [file]
+    assert found[0] == found[1] and found[1] != found[2]
+
+
 def test_the_submission_of_a_job_does_not_read_the_checkpoint(tmp_path, monkeypatch):
     config = config_of(tmp_path, **{"cluster.scheduler": "slurm", "cluster.dry_run": True})
     begin(config, step=4)

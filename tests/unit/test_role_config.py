@@ -187,7 +187,9 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
     check_served_folders(served)
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM", "NemotronHForCausalLM"]
+)
 def test_a_served_role_that_needs_gpus_is_refused_on_a_cpu(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(dict(architectures=[name])))
     served = [f"roles.judge.path={tmp_path}", "roles.judge.num_engines=1"]

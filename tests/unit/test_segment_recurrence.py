@@ -7,7 +7,7 @@ import torch
 from segment_trees import random_segments
 
 from parallel.packing import Segment, pack
-from parallel.segment_recurrence import CHUNK, RecurrencePlan, causal_convolution, gated_delta_rule
+from parallel.segment_recurrence import CHUNK, RecurrencePlan, causal_convolution, gated_delta_rule, selective_scan
 
 CPU = torch.device("cpu")
 SHARED = [Segment(5), Segment(7, 0), Segment(1, 0), Segment(130, 0), Segment(70), Segment(2, 4), Segment(3, 5)]
@@ -18,13 +18,13 @@ def plan_of(segments, kernel=4, chunk=CHUNK, **options) -> RecurrencePlan:
     return RecurrencePlan.of(pack(segments, CPU, **options), kernel, CPU, chunk)
 
 
-def random_inputs(num_tokens: int, dtype=torch.float64) -> list[torch.Tensor]:
-    """Return query, key [S, 3, 4], value [S, 3, 5], log_decay and beta [S, 3]."""
+def random_inputs(num_tokens: int, dtype=torch.float64, heads: int = 3) -> list[torch.Tensor]:
+    """Return query, key [S, 3, 4], value [S, heads, 5], log_decay [S, heads], and the weight of the update [S, heads]."""
     torch.manual_seed(0)
     query, key = torch.randn(2, num_tokens, 3, 4, dtype=dtype)
-    value = torch.randn(num_tokens, 3, 5, dtype=dtype)
-    log_decay, beta = -torch.rand(num_tokens, 3, dtype=dtype), torch.rand(num_tokens, 3, dtype=dtype)
-    return [x.requires_grad_() for x in (query, key, value, log_decay, beta)]
+    value = torch.randn(num_tokens, heads, 5, dtype=dtype)
+    log_decay, weight = -torch.rand(num_tokens, heads, dtype=dtype), torch.rand(num_tokens, heads, dtype=dtype)
+    return [x.requires_grad_() for x in (query, key, value, log_decay, weight)]
 
 
 def check_equal(found, expected, inputs, tolerance: float) -> None:
@@ -47,17 +47,33 @@ def test_the_chunked_rule_equals_the_recurrence(segments, chunk):
     check_equal(found, expected, inputs if decays else [*inputs[:3], inputs[4]], 1e-10)
 
 
-def test_strong_decay_gives_finite_gradients():
+@pytest.mark.parametrize("chunk", [3, CHUNK])
+@pytest.mark.parametrize("segments", [[Segment(1)], [Segment(130)], SHARED, *TREES], ids=len)
+def test_the_chunked_scan_of_mamba_2_equals_the_recurrence(segments, chunk):
+    """Two heads share each of three queries and keys."""
+    inputs = random_inputs(sum(s.length for s in segments), heads=6)
+    decays = any(segment.length > 1 or segment.parent is not None for segment in segments)  # not at a first token
+    found = selective_scan(*inputs, plan_of(segments, chunk=chunk))
+    expected = reference.by_sequence(segments, reference.selective_scan, *inputs)
+    check_equal(found, expected, inputs if decays else [*inputs[:3], inputs[4]], 1e-10)
+
+
+RULES = [(gated_delta_rule, reference.delta_rule), (selective_scan, reference.selective_scan)]
+
+
+@pytest.mark.parametrize(("rule", "expected_rule"), RULES, ids=["delta", "mamba"])
+def test_strong_decay_gives_finite_gradients(rule, expected_rule):
     """The factor of the state over a whole chunk underflows to zero."""
     inputs = random_inputs(200, torch.float32)
     inputs[3] = (torch.full((200, 3), -20.0)).requires_grad_()
-    found = gated_delta_rule(*inputs, plan_of([Segment(200)]))
-    expected = reference.delta_rule(*(x.double() for x in inputs))
+    found = rule(*inputs, plan_of([Segment(200)]))
+    expected = expected_rule(*(x.double() for x in inputs))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
     assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), inputs))
 
 
-def test_gradients_of_decays_are_exact_under_strong_decay():
+@pytest.mark.parametrize("rule", [gated_delta_rule, selective_scan], ids=["delta", "mamba"])
+def test_gradients_of_decays_are_exact_under_strong_decay(rule):
     """The gradient of the parameter A_log is a sum of all tokens, in which large terms of single tokens would leave round-off."""
     inputs = random_inputs(28, torch.float32)
     inputs[3] = (16 * inputs[3]).detach().requires_grad_()
@@ -65,7 +81,7 @@ def test_gradients_of_decays_are_exact_under_strong_decay():
     sums = []
     for dtype in (torch.float32, torch.float64):
         given = [x.to(dtype) for x in inputs]
-        found = gated_delta_rule(*given, plan_of(segments))
+        found = rule(*given, plan_of(segments))
         (gradient,) = torch.autograd.grad(
             (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum(), given[3]
         )

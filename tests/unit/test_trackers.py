@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -217,33 +219,103 @@ WANDB_RUN = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
+import test_trackers
 from mrl.tracking.backends import WandbSink
-from test_trackers import log_run_and_resume
-log_run_and_resume(WandbSink, Path(sys.argv[1]))
+getattr(test_trackers, sys.argv[3])(WandbSink, Path(sys.argv[1]))
 """
+
+
+def run_wandb(folder: Path, name: str) -> int:
+    """Call the function `name` of this file in its own process group, with wandb offline. Returns the exit status."""
+    command = [sys.executable, "-c", WANDB_RUN, str(folder), str(Path(__file__).parent), name]
+    env = os.environ | {"WANDB_MODE": "offline"}
+    return subprocess.run(command, env=env, timeout=120, start_new_session=True).returncode
+
+
+def offline_records(folder: Path) -> list[dict]:
+    """Return the records of an offline run, which `wandb leet inspect` prints."""
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(inspect, check=True, timeout=120, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def offline_rewards(records: list[dict]) -> dict[int, float]:
+    """Return step -> reward of the steps in the records."""
+    history = [record["history"] for record in records if record["type"] == "history"]
+    return {each["step"]["num"]: each["item"]["reward/mean"] for each in history if "reward/mean" in each["item"]}
+
+
+def killed_in_init(make, folder: Path) -> None:
+    """Log steps 1 and 2 while wandb.init waits, and kill this process and its helpers."""
+    import wandb
+
+    wandb.init = lambda **arguments: time.sleep(120)
+    log_steps(Tracker([*run_files(folder, 0), make(tracked(folder))]), 1, 2)
+    os.killpg(0, signal.SIGKILL)
+
+
+def killed_after_two_steps(make, folder: Path) -> None:
+    """Log steps 1 and 2, wait until wandb has both, and kill this process and its helpers."""
+    kill_after(make, folder, 2)
+
+
+def killed_after_many_steps(make, folder: Path) -> None:
+    """Log steps 1 to 200, which need several blocks, and kill this process and its helpers."""
+    kill_after(make, folder, 200)
+
+
+def kill_after(make, folder: Path, steps: int) -> None:
+    sink = make(tracked(folder))
+    log_steps(Tracker([*run_files(folder, 0), sink]), *range(1, steps + 1))
+    while not sink._queue.empty():
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def resumed_after_two_steps(make, folder: Path) -> None:
+    with Tracker([*run_files(folder, 2), make(tracked(folder, last_step=2))]) as tracker:
+        log_steps(tracker, 3, 4, 5)
+
+
+def resumed_after_many_steps(make, folder: Path) -> None:
+    Tracker([*run_files(folder, 200), make(tracked(folder, last_step=200))]).__exit__(None, None, None)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("killed", [killed_in_init, killed_after_two_steps])
+def test_an_offline_run_of_wandb_gets_the_steps_that_a_killed_process_did_not_write(tmp_path, killed):
+    """wandb writes a step to its file only when a block of 32 KiB is full, or when the run ends."""
+    assert run_wandb(tmp_path, killed.__name__) == -signal.SIGKILL
+    assert run_wandb(tmp_path, "resumed_after_two_steps") == 0
+    *_, last = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert sorted(offline_rewards(offline_records(last)).items()) == REWARDS
+
+
+@pytest.mark.extended
+def test_an_offline_run_of_wandb_gets_only_the_steps_that_its_files_lack(tmp_path):
+    assert run_wandb(tmp_path, "killed_after_many_steps") == -signal.SIGKILL
+    (first,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found = list(backends._recorded_steps(first))
+    assert 50 < len(found) < 200 and found == list(range(1, len(found) + 1)), "the last block is missing"
+    assert run_wandb(tmp_path, "resumed_after_many_steps") == 0
+    *_, last = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert list(offline_rewards(offline_records(last))) == list(range(len(found) + 1, 201))
 
 
 @pytest.mark.extended
 def test_wandb_reads_metrics_samples_and_config_of_a_resumed_offline_run(tmp_path):
-    """`wandb leet inspect` prints the records of an offline run. The run has its own process, as every run of mrl has."""
-    env = os.environ | {"WANDB_MODE": "offline"}
-    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), str(Path(__file__).parent)]
-    subprocess.run(command, env=env, check=True, timeout=120)
+    """The run has its own process, as every run of mrl has."""
+    assert run_wandb(tmp_path, "log_run_and_resume") == 0
     rewards, ids, tables = {}, set(), []
     for folder in sorted(tmp_path.glob("wandb/offline-run-*")):
-        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-        done = subprocess.run(inspect, env=env, check=True, timeout=120, capture_output=True, text=True)
-        records = [json.loads(line) for line in done.stdout.splitlines()]
+        records = offline_records(folder)
         runs = [record["run"] for record in records if record["type"] == "run"]
         ids |= {run["run_id"] for run in runs}
         assert {run["display_name"] for run in runs} == {"quickstart/1"} and {run["project"] for run in runs} == {
             "sums"
         }
-        for record in records:
-            if record["type"] == "history":
-                values = record["history"]["item"]
-                if "reward/mean" in values:
-                    rewards[record["history"]["step"]["num"]] = values["reward/mean"]
+        rewards |= offline_rewards(records)
         tables += [json.loads(path.read_text()) for path in sorted(folder.glob("files/media/table/*.json"))]
     assert sorted(rewards.items()) == REWARDS, "no step is missing after the resume"
     assert len(ids) == 1, "both processes log to one wandb run"

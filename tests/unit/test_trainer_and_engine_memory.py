@@ -11,8 +11,9 @@ from tiny_families import FAMILIES, SIZES
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.planner.activation_bytes import Adapters, MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
+from mrl.planner.activation_bytes import Adapters, attention_bytes, layer_bytes, virtual_stage_bytes
 from mrl.planner.engine_memory import adapter_slot_bytes, engine_memory, engine_weights, kv_bytes
+from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
 from mrl.planner.model_shape import LayerKind, ModelShape
 from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
@@ -21,7 +22,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import MERGED_ELEMENTS, LoraConfig
 
 FULL = Recompute("full", "uniform", 1)
-DENSE = LayerKind(experts=False)
+DENSE = LayerKind()
 # Model of table 3 in Korthikanti et al. 2022 -> (hidden size, layers, heads)
 GPT = {"22B": (6144, 48, 64), "175B": (12288, 96, 96), "530B": (20480, 105, 128), "1T": (25600, 128, 160)}
 
@@ -36,7 +37,7 @@ def gpt(name: str) -> ModelShape:
     """Return a model of the paper: ungated MLP, no rotary embedding, as many key heads as query heads, dropout."""
     hidden, layers, heads = GPT[name]
     return ModelShape(
-        moe=(False,) * layers,
+        kinds=(LayerKind(),) * layers,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=heads,
@@ -132,8 +133,9 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     arch = family.read(config)
     if topology.ep > 1 and arch.num_experts % topology.ep:
         pytest.skip("the number of experts is not a multiple of ep")
-    shapes = EngineLayout.of(family, arch, topology).param_shapes(topology.tp - 1)
-    exact = sum(prod(s) * (4 if "correction_bias" in param else 2) for param, s in shapes.items())
+    layout = EngineLayout.of(family, arch, topology)
+    shapes = layout.param_shapes(topology.tp - 1)
+    exact = sum(prod(s) * ITEM_BYTES[layout.dtype_of(param, "bfloat16")] for param, s in shapes.items())
     assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
 
 
@@ -240,7 +242,7 @@ def test_adapters_keep_copies_of_their_matrices_and_their_products(tp):
 
 def test_every_expert_of_a_rank_has_adapters_of_its_own():
     shape, config = published(QWEN3_30B_A3B)
-    kind, batch = LayerKind(experts=True), MicroBatchShape.of(ParallelDims(dp=8, ep=8), 2048, 2)
+    kind, batch = LayerKind(("attention", "moe")), MicroBatchShape.of(ParallelDims(dp=8, ep=8), 2048, 2)
     of = dict(rank=4, targets=["q_proj", "gate_proj", "up_proj", "down_proj"])
     with_experts, without = (adapters_of(config, ep=8, **of, experts=experts) for experts in (True, False))
     found, attention = (layer_bytes(shape, kind, batch, adapters=each) for each in (with_experts, without))
@@ -290,11 +292,49 @@ def test_copies_of_weights_in_fp8_are_in_memory_with_the_weights(tp):
         settings = TrainerSettings.with_megatron(dict(fp8="hybrid", fp8_recipe=recipe))
         (rank,) = trainer_memory(shape, ParallelDims(tp=tp), settings).stages
         assert rank.fp8 == nbytes and rank.weights == plain.weights + nbytes and rank.push == plain.push + nbytes
-        assert rank.phases() == {phase: before + nbytes for phase, before in plain.phases().items()}
+        before = plain.phases() | dict(update=plain.update - plain.saved + rank.saved)
+        assert rank.phases() == {phase: size + nbytes for phase, size in before.items()}
     scorer = TrainerSettings.with_megatron(dict(fp8="hybrid", fp8_recipe="blockwise"), trained=False)
     assert trainer_memory(shape, ParallelDims(tp=tp), scorer).stages[0].fp8 == matrices, "no backward pass"
     unused = TrainerSettings.with_megatron(dict(fp8=None, fp8_recipe="blockwise"))
     assert trainer_memory(shape, ParallelDims(tp=tp), unused).stages[0].fp8 == 0
+
+
+@pytest.mark.parametrize(("recipe", "of_32"), [("tensorwise", 32), ("blockwise", 33), ("mxfp8", 33)])
+@pytest.mark.parametrize(
+    ("fields", "kind", "numel"),
+    [
+        # inputs of linear_qkv, linear_fc1 and linear_fc2; attention saves the input of linear_proj itself
+        (QWEN3_8B, DENSE, 4096 + 4096 + 12288 // 2),
+        # input of linear_qkv; eight experts of a token read its hidden state, and each has an activation
+        (QWEN3_30B_A3B, LayerKind(("attention", "moe")), 2048 + 2 * 8 * (2048 + 768 // 2)),
+    ],
+    ids=["dense", "moe"],
+)
+def test_in_fp8_inputs_that_only_a_matrix_saves_have_one_byte(fields, kind, numel, recipe, of_32):
+    shape, _ = published(fields)
+    plain = MicroBatchShape.of(ParallelDims(tp=2, sp=False), 4096, 2)
+    saved = [layer_bytes(shape, kind, batch) for batch in (plain, replace(plain, fp8=recipe))]
+    assert saved[0] - saved[1] == 4096 * numel * (64 - of_32) // 32
+
+
+def test_in_fp8_latent_attention_keeps_two_copies_of_its_input():
+    shape, _ = published(DEEPSEEK_V3)
+    plain = MicroBatchShape.of(ParallelDims(), 4096, 2)
+    in_fp8 = replace(plain, fp8="tensorwise")
+    first, second = (attention_bytes(shape, batch) for batch in (plain, in_fp8))
+    assert first["attention's input"] == second["attention's input"] == 2 * 4096 * 7168
+    assert sum(first.values()) - sum(second.values()) == 4096 * (1536 + 512), "the compressed vectors have one byte"
+    recomputed = [sum(attention_bytes(shape, batch, frozenset(["mla_up_proj"])).values()) for batch in (plain, in_fp8)]
+    assert recomputed[0] == recomputed[1], "the recomputation begins with the compressed vectors"
+
+
+def test_in_fp8_models_with_adapters_keep_their_activations():
+    shape, config = published(QWEN3_8B)
+    adapters = ModelShape.of_adapters(family_of(config), family_of(config).read(config), LoraConfig(rank=8))
+    settings = [TrainerSettings(adapters=adapters, fp8=recipe) for recipe in ("", "blockwise")]
+    plain, in_fp8 = (trainer_memory(shape, ParallelDims(), each).stages[0] for each in settings)
+    assert plain.saved == in_fp8.saved and plain.fp8 < in_fp8.fp8
 
 
 def test_each_rank_has_copies_in_fp8_of_its_own_experts():

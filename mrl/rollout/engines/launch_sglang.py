@@ -38,6 +38,10 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
+DRAFT_SUFFIXES = (
+    "NextN",
+    "MTP",
+)  # ends of the names of SGLang's classes for MTP layers, after the name of the model's class
 LISTEN_TIMEOUT_S = 30.0  # how long `wait_until_listening` waits for the HTTP server
 # Entry point of mrl's CPU platform for SGLang; setup.py registers it
 PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"
@@ -59,7 +63,7 @@ def main() -> None:
     fields: dict[str, Any] = json.loads(arguments.read_text())
     arguments.unlink()  # the file contains the API key
     register_server()
-    limit_model_imports(Path(fields["model_path"]))
+    limit_model_imports(Path(fields["model_path"]), drafts=bool(fields.get("speculative_algorithm")))
     if fields.get("dtype") == "float32":
         forbid_tf32()
     if fields.get("device") == "cpu":
@@ -98,8 +102,10 @@ def forbid_tf32() -> None:
         os.environ.setdefault(name, value)
 
 
-def limit_model_imports(model_path: Path) -> None:
+def limit_model_imports(model_path: Path, drafts: bool = False) -> None:
     """Let SGLang import only the files that define the architecture of this model, instead of all 250 model files.
+
+    With `drafts`, SGLang also imports the files of the draft models that consist of MTP layers of this model.
 
     Does nothing if no file defines the architecture, because SGLang then uses the model code of Transformers. Also does nothing
     if the user has set the environment variable SGLANG_DISABLED_MODEL_ARCHS.
@@ -109,6 +115,7 @@ def limit_model_imports(model_path: Path) -> None:
         return
     assert package and package.submodule_search_locations, "sglang is not installed"
     architectures = json.loads(config.read_text()).get("architectures") or ["(none)"]
+    architectures = [name + end for name in architectures for end in ("", *(DRAFT_SUFFIXES if drafts else ()))]
     files = {f.stem: f for f in Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")}
     definition = re.compile(rf"^class (?:{'|'.join(map(re.escape, architectures))})\(", re.MULTILINE)
     needed = {name for name, file in files.items() if definition.search(file.read_text())}

@@ -40,7 +40,9 @@ BLOCK_FP8 = "fp8"
 
 UNSYNCED_ARGS: dict[str, str] = {
     "quantization": "trainers can quantize weights only to fp8, so engines cannot take other quantized weights from the trainers",
-    "speculative_algorithm": "a draft model gets no new weights from the trainers",
+    "speculative_draft_model_path": "a draft model of its own gets no new weights from the trainers",
+    "speculative_draft_model_quantization": "a quantized draft model gets no new weights from the trainers",
+    "enable_multi_layer_eagle": "several draft models get no new weights from the trainers",
 }
 """Argument that an engine of a training run cannot have -> the reason."""
 
@@ -170,6 +172,11 @@ def compute_capability() -> tuple[int, int] | None:
             return None
         values.append(found.value)
     return values[0], values[1]
+
+
+def speculates(server_args: Mapping[str, Any]) -> bool:
+    """Whether engines with these arguments use speculative decoding."""
+    return bool(server_args.get("speculative_algorithm"))
 
 
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""Layers with a recurrence over packs: gated delta nets (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H).
+
+Such a layer takes the place of self-attention. Its state has a constant size, so its work grows linearly with the length of a
+sequence. It projects each token to inputs of the recurrence, a gate, and a few numbers for each head. A short convolution mixes
+the inputs of neighboring tokens. Then the recurrence computes the outputs, which are normalized, gated and projected.
+
+Megatron 0.19 has both layers (megatron.core.ssm). They cannot compute packs with shared prompts, because they give no initial
+state to a sequence. They also need a GPU and the packages flash-linear-attention, mamba-ssm and causal-conv1d, and the gated
+delta net needs at least tp x cp key heads. Their constructors and their forward passes would all have to be replaced, so the
+classes of this module do not derive from them. The fields of the config are Megatron's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+from torch.nn import Parameter
+
+from parallel.packing import PackedSequences
+from parallel.segment_recurrence import RecurrencePlan, causal_convolution, gated_delta_rule, selective_scan
+
+CONVOLVED, GATE, NUMBERS = "convolved", "gate", "numbers"  # keys of `columns`, see PackedRecurrence
+
+
+class PlanOfLastPack:
+    """Keeps the plan of the last pack, because all recurrent layers of a virtual stage and their recomputation use it."""
+
+    def __init__(self, kernel: int) -> None:
+        self.kernel = kernel
+        self._last: tuple[PackedSequences, RecurrencePlan] | None = None
+
+    def __call__(self, pack: PackedSequences, device: torch.device) -> RecurrencePlan:
+        if self._last is None or self._last[0] is not pack:
+            self._last = pack, RecurrencePlan.of(pack, self.kernel, device)
+        return self._last[1]
+
+
+class PackedRecurrence(MegatronModule):
+    """Layer with a recurrence over packs. Each tensor-parallel rank has a part of the groups of heads.
+
+    The rows of the input projection are ordered by groups. `columns` says which rows a group has, in order: the inputs of the
+    convolution and the recurrence (CONVOLVED), the gates (GATE), and the numbers of its heads (NUMBERS). So the rows of a
+    tensor-parallel rank are consecutive. Under context parallelism, every rank gathers the projections of the whole pack and
+    computes the convolution and the recurrence for all tokens, because ranks that split a recurrence along the sequence would
+    have to wait for each other. Each rank computes the gates, the norm and the matrices only for its own tokens.
+    """
+
+    sharded: ClassVar[Mapping[str, int]]  # parameter of the layer itself -> dim that tensor parallelism shards
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        input_linear: type,  # column-parallel matrix that contains the norm before the layer
+        output_linear: type,  # row-parallel matrix
+        plans: PlanOfLastPack,
+        pg_collection: ProcessGroupCollection,
+        **sizes: Any,  # see _set_sizes
+    ) -> None:
+        super().__init__(config)
+        self.layer_number, self.plans = layer_number, plans
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        groups, self.columns, width, parameters = self._set_sizes(config, **sizes)
+        self.groups = groups // self.tp_group.size()
+        for name, value in parameters.items():
+            setattr(self, name, Parameter(value.to(config.params_dtype)))
+            if name in self.sharded:
+                set_tensor_model_parallel_attributes(getattr(self, name), True, self.sharded[name], 1)
+        matrix = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
+        self.linear_proj = output_linear(
+            width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **matrix,
+        )
+        self.linear_in = input_linear(
+            config.hidden_size,
+            groups * sum(self.columns.values()),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **matrix,
+        )
+
+    def _set_sizes(self, config: TransformerConfig, **sizes: Any) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
+        """Return what the model has in this layer, and set the attributes that `_recur` and `_gated_norm` need.
+
+        The result is: the number of groups of heads, without tensor parallelism; `columns`; the number of elements of the outputs
+        of all heads for one token; and the initial values of this rank's parameters. The order of the parameters is that of
+        Megatron's flat buffers.
+        """
+        raise NotImplementedError
+
+    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+        """Return the outputs [S, heads, channels] of the convolution and the recurrence for all tokens of the pack.
+
+        `convolved`: [S, groups * columns[CONVOLVED]]. `numbers`: [S, groups * columns[NUMBERS]].
+        """
+        raise NotImplementedError
+
+    def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Return the normalized outputs times the gates, in float32 or a wider dtype; `output` and `gate` have one shape."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden_states: Tensor, *args, packed_seq_params: PackedSequences | None = None, **unused
+    ) -> tuple[Tensor, None]:
+        """Return (output [L, 1, H], None) for the hidden states of the pack `packed_seq_params`.
+
+        With sequence parallelism, hidden states and outputs are [L/tp, 1, H].
+        """
+        pack = packed_seq_params
+        assert isinstance(pack, PackedSequences), f"expected PackedSequences, got {type(pack)}"
+        plan = self.plans(pack, hidden_states.device)
+        projected, _ = self.linear_in(hidden_states)
+        by_group = projected.view(-1, self.groups, sum(self.columns.values()))
+        parts = dict(zip(self.columns, by_group.split(list(self.columns.values()), dim=-1), strict=True))
+        rows = torch.cat([parts[CONVOLVED].flatten(1), parts[NUMBERS].flatten(1)], dim=1)
+        if self.cp_group.size() > 1:
+            rows = gather_from_sequence_parallel_region(rows, True, self.cp_group)
+        widths = [self.groups * self.columns[name] for name in (CONVOLVED, NUMBERS)]
+        convolved, numbers = plan.select_tokens(rows).split(widths, dim=1)
+        output = plan.to_rows(self._recur(convolved, numbers, plan))
+        gate = parts[GATE].contiguous().view(output.shape)
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        output = self._gated_norm(output, gate).to(projected.dtype)
+        output, _ = self.linear_proj(output.view(*projected.shape[:2], -1))
+        return output, None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None) -> dict:
+        """Return the parameters as Megatron's checkpoints need them."""
+        assert metadata is not None, "the checkpoint passes its metadata"
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+        state = make_sharded_tensors_for_checkpoint(own, prefix, self.sharded, sharded_offsets, **groups)
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+class PackedGatedDeltaNet(PackedRecurrence):
+    """Gated delta net over packs (Yang et al., 2024, arXiv:2412.06464). Each tensor-parallel rank has a part of the heads.
+
+    The layer projects each token to queries, keys, values, output gates, and two numbers for each value head. Beta determines the
+    weight of the update of the state, and alpha determines the decay of the state. Several value heads share a key head, and form
+    a group with this key head. A group has the rows of its query, its key, its values, its gates, and one beta and one alpha for
+    each of its value heads.
+    """
+
+    sharded = dict.fromkeys(("conv_weight", "dt_bias", "A_log"), 0)
+
+    def _set_sizes(self, config: TransformerConfig, **unused) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
+        tp, all_heads = self.tp_group.size(), config.linear_num_value_heads
+        self.key_heads, self.value_heads = config.linear_num_key_heads // tp, all_heads // tp
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.values_per_key = self.value_heads // self.key_heads
+        values = self.values_per_key * self.value_dim
+        columns = {CONVOLVED: 2 * self.key_dim + values, GATE: values, NUMBERS: 2 * self.values_per_key}
+        parameters = dict(
+            conv_weight=torch.zeros(self.key_heads * columns[CONVOLVED], 1, config.linear_conv_kernel_dim),
+            dt_bias=torch.ones(self.value_heads),
+            A_log=torch.zeros(self.value_heads),
+            norm_weight=torch.ones(self.value_dim),
+        )
+        return config.linear_num_key_heads, columns, all_heads * self.value_dim, parameters
+
+    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+        qkv = F.silu(causal_convolution(convolved, self.conv_weight, plan)).unflatten(1, (self.key_heads, -1))
+        widths = [self.key_dim, self.key_dim, self.values_per_key * self.value_dim]
+        query, key, value = qkv.split(widths, dim=-1)
+        query, key = (x.repeat_interleave(self.values_per_key, dim=1) for x in (query, key))
+        beta, alpha = numbers.unflatten(1, (self.key_heads, 2, -1)).unbind(2)
+        wide = torch.promote_types(alpha.dtype, torch.float32)
+        rate = F.softplus(alpha.flatten(1).to(wide) + self.dt_bias)
+        log_decay = -self.A_log.to(wide).exp() * rate
+        value = value.contiguous().view(-1, self.value_heads, self.value_dim)
+        return gated_delta_rule(query, key, value, log_decay, beta.flatten(1).sigmoid(), plan)
+
+    def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Return the RMSNorm of each head of `output` [L, value heads, value channels], times the gates.
+
+        The norm multiplies by weight, not by 1 + weight. All tensor-parallel ranks have the same weight, and each rank has other
+        heads. So the backward pass sums the gradients of the weight over these ranks.
+        """
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        return F.rms_norm(output, output.shape[-1:], weight, self.config.layernorm_epsilon) * F.silu(gate)
+
+
+class PackedMamba2(PackedRecurrence):
+    """Mamba-2 layer over packs (Dao and Gu, 2024, arXiv:2405.21060). Each tensor-parallel rank has a part of the groups of heads.
+
+    The layer projects each token to gates, values (x in the paper), keys (B), queries (C), and one number for each head. All
+    heads of a group have the same key and query. The step (Delta) of a head, the softplus of its number, determines the weight of
+    the update of the state and, multiplied by a learned rate, the decay of the state. The output of the recurrence, plus a
+    learned multiple of the value, is multiplied by the gate and then normalized over all heads of a group. A group has the rows
+    of its gates, its values, its key, its query, and one number for each of its heads.
+    """
+
+    sharded = dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight"), 0)
+
+    def _set_sizes(
+        self, config: TransformerConfig, *, conv_bias: bool, **unused
+    ) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
+        """Return the sizes of the layer. `conv_bias`: whether the convolution has a bias."""
+        tp, all_heads, groups = self.tp_group.size(), config.mamba_num_heads, config.mamba_num_groups
+        assert all_heads is not None, "the model family sets the number of heads"
+        self.heads, self.head_dim, self.state_dim = all_heads // tp, config.mamba_head_dim, config.mamba_state_dim
+        per_group = all_heads // groups
+        values = per_group * self.head_dim
+        columns = {GATE: values, CONVOLVED: values + 2 * self.state_dim, NUMBERS: per_group}
+        channels = groups // tp * columns[CONVOLVED]
+        bias = dict(conv_bias=torch.zeros(channels)) if conv_bias else {}
+        parameters = dict(conv_weight=torch.zeros(channels, 1, config.linear_conv_kernel_dim)) | bias
+        parameters |= dict(dt_bias=torch.ones(self.heads), A_log=torch.zeros(self.heads), D=torch.ones(self.heads))
+        parameters |= dict(norm_weight=torch.ones(self.heads * self.head_dim))
+        return groups, columns, all_heads * self.head_dim, parameters
+
+    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+        bias = getattr(self, "conv_bias", None)
+        by_group = F.silu(causal_convolution(convolved, self.conv_weight, plan, bias)).unflatten(1, (self.groups, -1))
+        values = self.heads // self.groups * self.head_dim
+        value, key, query = by_group.split([values, self.state_dim, self.state_dim], dim=-1)
+        wide = torch.promote_types(numbers.dtype, torch.float32)
+        value = value.to(wide).contiguous().view(-1, self.heads, self.head_dim)
+        step = F.softplus(numbers.to(wide) + self.dt_bias)
+        log_decay = -self.A_log.to(wide).exp() * step
+        output = selective_scan(query, key, value, log_decay, step, plan)
+        return (output + self.D[:, None] * value).to(numbers.dtype)
+
+    def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Return the RMSNorm of `output` [L, heads, channels] times the gates, over all heads of each group."""
+        gated = (output * F.silu(gate)).view(len(output), self.groups, -1)
+        normed = F.rms_norm(gated, gated.shape[-1:], None, self.config.layernorm_epsilon)
+        return normed.flatten(1).to(output.dtype) * self.norm_weight
