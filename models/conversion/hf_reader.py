@@ -310,6 +310,11 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise ValueError(f"{path}: the index cannot be read ({error!r}). Download it again.") from None
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a Hugging Face folder has files with weights."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
 def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     """Return the files that the index names. Without an index, return `model.safetensors`, or else all safetensors files."""
     if index is not None:
@@ -378,8 +383,7 @@ class CopiedTensors:
     def of(cls, config: HFConfig) -> CopiedTensors:
         """Return the tensors of the folder of `config`. A reward model has none. A folder without weights has none either."""
         folder, family = config.path.parent, family_of(config)
-        has_weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
-        if not family.has_mtp_layers or config.is_reward_model or not has_weights:
+        if not family.has_mtp_layers or config.is_reward_model or not has_weights(folder):
             return cls(None, ())
         weights, arch = HFWeights(folder), family.read(config)
         trained = family.hf_shapes(arch).keys() | family.mtp_copies(arch)

@@ -6,7 +6,7 @@ The checks raise ValueError for a mistake in the config, before any process star
 from pathlib import Path
 from typing import Any
 
-from models.conversion.hf_reader import INDEX, HFWeights
+from models.conversion.hf_reader import HFWeights, has_weights
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.process_schema import LoraSync, Transport
@@ -119,7 +119,7 @@ def _conflicts_of_speculation(config: Config) -> dict[str, str]:
 def _check_mtp_tensors(hf: HFConfig, key: str) -> None:
     """Raise ValueError if the model's folder has weights, but not those of the MTP layer, which SGLang would leave random."""
     folder = hf.path.parent
-    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+    if not has_weights(folder):
         return
     names = family_of(hf).mtp_names(hf)
     stored = HFWeights(folder).shapes()
