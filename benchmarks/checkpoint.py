@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp] [--json FILE]
 
-One process saves float32 weights, their optimizer state, and its random states. The plain write takes the same number of bytes
-from memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
-process and of the process that writes the checkpoint, minus the PSS before the save. Memory is sampled every 20 ms, in separate
-runs, and does not include the page cache.
+One process saves float32 weights, their optimizer state, and the states of its random number generators. The plain write takes
+the same number of bytes from memory, writes them to one file and syncs the file. The methods alternate. Memory is the
+proportional set size (PSS) of this process and of the process that writes the checkpoint, minus the PSS before the save. Memory
+is sampled every 20 ms, in separate runs, and does not include the page cache.
 """
 
 import argparse

@@ -74,7 +74,7 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    # [layers] whether the layer has an indexer. A layer without one reads the keys that the last indexer has chosen.
+    # [layers] whether the layer has an indexer. A layer without one reads the keys that the nearest earlier indexer has chosen.
     # Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
     # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
@@ -115,7 +115,7 @@ class Architecture:
         return self.has_sparse_attention and self.indexer_layers[layer]
 
     def check_first_layers(self, first_layers: Iterable[int]) -> None:
-        """Raise ValueError if a pipeline stage would begin with a layer that needs the keys of an earlier stage's indexer.
+        """Raise ValueError if a pipeline stage would begin with a layer that needs the choice of an indexer in an earlier stage.
 
         `first_layers`: index of the first layer of each virtual stage.
         """
@@ -159,7 +159,7 @@ class Architecture:
     def recurrent_heads(self) -> dict[str, int]:
         """Config field -> number of heads, or of groups of heads, of a recurrent layer. Empty without recurrent layers.
 
-        Ranks split the groups, so that each rank has the keys and queries of its heads, and normalizes whole groups.
+        Each rank gets whole groups, so that it has the keys and queries of its heads, and normalizes whole groups.
         """
         if self.has_mamba:
             return dict(n_groups=self.transformer["mamba_num_groups"])
@@ -221,10 +221,11 @@ class Architecture:
     def multiply_adds(self, num_outputs: int | None = None) -> tuple[float, float]:
         """Return (a, b): the forward pass of a causal sequence of n tokens has `a*n + b*n**2` multiply-adds.
 
-        Only matrix products count, without those of the routers. MTP layers count if they are trained. In layers with a sliding
-        window, every token counts as if it attended to a whole window. For sequences that are not much longer than the window,
-        this is an upper bound. In sparse attention, trainers compute the products with all keys, and those of the indexer.
-        `num_outputs`: numbers that the output head computes for each token; None: the logits of the vocabulary.
+        Matrix products count, and in recurrent layers also the convolution and the recurrence. Products of routers do not count.
+        MTP layers count if they are trained. In layers with a sliding window, every token counts as if it attended to a whole
+        window. For sequences that are not much longer than the window, this is an upper bound. In sparse attention, trainers
+        compute the products with all keys, and those of the indexer. `num_outputs`: numbers that the output head computes for
+        each token; None: the logits of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -475,7 +476,9 @@ class ModelSpec:
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     # reference to a family outside models/families (see models.families.load_family); None: the built-in family
     family: str | None = None
-    lora: LoraConfig | None = None  # adapters, which are then all that is trained; None: all weights are trained
+    # adapters; if set, mrl trains only them. None: mrl trains the weights, except frozen rows (and the vision tower, unless
+    # train_vision is set)
+    lora: LoraConfig | None = None
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too
     mtp_loss_coef: float | None = None  # coefficient of the loss of the MTP layers; None: MTP layers are not trained

@@ -154,9 +154,9 @@ def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    There are six reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, the field changes the dtype in which weights are stored, the field needs a library that cannot be used, or FP8 has a
-    recipe that does not work.
+    There are seven reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
+    sizes, the field needs padded packs (`fp4`), the field changes the dtype in which weights are stored, the field needs a
+    library that cannot be used, or FP8 has a recipe that does not work.
     """
     check_fp8_recipe(overrides)
     known = transformer_config_fields()

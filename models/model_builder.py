@@ -143,7 +143,7 @@ def can_fuse_rope(arch: Architecture) -> bool:
 
 
 def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
-    """Whether PackedAttention, which needs the position of each token, computes attention, and not Transformer Engine."""
+    """Whether PackedAttention computes attention, not Transformer Engine. Latent attention always uses PackedAttention."""
     needs_it = arch.vision is not None or arch.has_sinks
     return share_prompts or needs_it or not capabilities().transformer_engine
 
@@ -255,7 +255,7 @@ def _experts(config: TransformerConfig, provider: BackendSpecProvider, has_biase
 def _mlp(
     config: TransformerConfig, provider: BackendSpecProvider, parts: frozenset[str], moe: bool
 ) -> tuple[partial, type]:
-    """Return the constructors of an MLP, or of experts, and of the norm before it, if the MLP does not contain this norm."""
+    """Return (constructor of the MLP or of experts, class of the separate norm before it; IdentityOp if there is none)."""
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
         has_biases = "moe_bias" in parts

@@ -2,7 +2,7 @@
 
 Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits until the command ends.
 So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling
-process has joined a Ray cluster, `train` runs in that cluster, unless `cluster.address` names another.
+process has joined a Ray cluster, `train` runs in that cluster, unless `cluster.address` names another cluster.
 
 The argument `settings` contains the overrides of the command line, in one of three forms:
 
@@ -34,7 +34,8 @@ from mrl.core.code_locations import CONF, add_working_directory
 
 type Settings = Config | Mapping[str, Any] | Sequence[str]
 
-# longest wait from Ctrl-C to SIGTERM for the command, and longest wait for the last error output of a command that has ended
+# After Ctrl-C, the command has this time to end before it gets SIGTERM. This is also the longest wait for the last error output
+# of a command that has ended.
 END_TIMEOUT_S = 30
 SHOWN_LINES = 15  # number of lines of the error output in the message of CommandError
 REWARD_STEPS = 5  # `TrainResult.reward` is the mean reward of this number of steps at the end of the run

@@ -17,7 +17,10 @@ TRAIN_PACKAGES = {
     "generate": ("sglang",),
     "evaluate": ("sglang",),
 }
-"""Command -> packages of `pip install mrl[train]` without which it does not start. Other commands need none."""
+"""Command -> packages of `pip install mrl[train]` without which the command does not start. Other commands need none of them.
+
+`mrl certify engine` also needs sglang.
+"""
 ENGINE_FREE = ("evaluate.input=", "rollout.engine_urls=")
 """`mrl generate` and `mrl evaluate` start no engine if one of their arguments begins with one of these texts."""
 
@@ -28,7 +31,8 @@ def missing_packages(command: str, arguments: Sequence[str]) -> list[str]:
         return []
     if command in ("generate", "evaluate") and any(word.startswith(ENGINE_FREE) for word in arguments):
         return []
-    return [name for name in TRAIN_PACKAGES.get(command, ()) if find_spec(name) is None]
+    names = ("ray", "sglang") if command == "certify" and "engine" in arguments else TRAIN_PACKAGES.get(command, ())
+    return [name for name in names if find_spec(name) is None]
 
 
 MODULES = {"import": "import_config", "wandb-report": "wandb_report"}

@@ -2,7 +2,8 @@
 
 Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
 backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are the
-numbers of query heads and key/value heads on this rank, and d is the number of channels per head.
+numbers of query heads and key/value heads on this rank, and d is the number of channels per head. In `append_sinks`, L and K are
+the numbers of queries and keys of one call; otherwise, K is the number of keys of all calls.
 
 An attention sink (gpt-oss) is a logit of each query head that is only in the denominator of the softmax: the weight of key j is
 exp(s_j) / (exp(sink) + sum_k exp(s_k)), where s_k is the scaled product of the query and key k. Logits and sums are in float32,
@@ -58,7 +59,7 @@ class SoftmaxSettings:
 
     scale: float  # factor of the products
     dropout: float = 0.0  # probability with which a weight becomes zero
-    window: int | None = None  # number of keys to which a query attends at most, the last ones; None: no limit
+    window: int | None = None  # a query attends at most to its last `window` keys, its own key included; None: no limit
     sinks: Tensor | None = None  # [n] attention sinks; None: there are none
 
 
@@ -66,8 +67,9 @@ class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
     k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only the
-    last tokens. The keys of a chunk are all tokens of the sequence up to the end of the chunk, in order, also with shared prompts
-    and with context parallelism. So a window is a band along the causal diagonal of the chunk.
+    last tokens. A chunk is a run of consecutive queries of one segment (parallel.packing). Its keys belong to all tokens of the
+    sequence up to its last query, in order, also with shared prompts and with context parallelism. So a window is a band along
+    the causal diagonal of the chunk.
 
     With softmax_type="learnable", each query head has a sink. As in Megatron, the sinks are the parameter softmax_offset.
     """
@@ -133,9 +135,9 @@ class PackedAttention(torch.nn.Module):
         pack: PackedSequences,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:  # [L, n*d]
-        """Compute the attention over the keys in `masks`, which has one mask for each call of the pack: see `attend_batched`.
+        """Compute the attention over the keys that `masks` selects, one mask for each call of the pack: see `attend_batched`.
 
-        If `masks` is None, a token attends to all keys that `pack` describes.
+        If `masks` is None, a token attends to all keys that `pack` describes, within the window of the layer.
         """
         if self.cp_group.size() > 1:
             both = torch.cat([key, value], dim=-1)
@@ -146,7 +148,7 @@ class PackedAttention(torch.nn.Module):
             key, value = (gather_rows(rows, pack.key_index) for rows in (key, value))
         dropout = self.dropout if self.training else 0.0
         softmax = SoftmaxSettings(self.scale, dropout, self.window, self.softmax_offset)
-        # FlashAttention-3 and 4 also replace the kernel of scaled_dot_product_attention, and they have no dropout. So a model
+        # Activating FlashAttention-3 or 4 changes scaled_dot_product_attention, too. These versions have no dropout. So a model
         # with dropout never activates them, not even when it is evaluated.
         can_use_varlen = masks is None and supports_varlen(query.device, query.dtype) and not self.dropout
         if pack.chunks is not None and can_use_varlen:
@@ -188,8 +190,8 @@ class _GatherRows(torch.autograd.Function):
 def _gradient_sum_dtype(rows: Tensor) -> torch.dtype:
     """Return the dtype in which the gradients of shared keys and values are summed.
 
-    On a GPU, 16-bit gradients are summed in float32, because the atomic additions of `index_add_` round every partial sum. The
-    sum for a key of a shared prompt has up to G terms, one for each of the G responses.
+    On a GPU, 16-bit gradients are summed in float32, because the atomic additions of `index_add_` round every partial sum. A key
+    of a shared prompt is read by the chunks of the prompt and of all G responses, so its sum has at least G + 1 terms.
     """
     return torch.promote_types(rows.dtype, torch.float32) if rows.is_cuda else rows.dtype
 
@@ -240,7 +242,7 @@ def _sink_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class VarlenCall(NamedTuple):
-    """Arguments of torch's flash-attention kernels for sequences of variable length, without the tensors."""
+    """Arguments of torch's flash-attention kernels for sequences of variable length, except query, key, value and sinks."""
 
     chunks: ChunkBounds
     scale: float
@@ -248,7 +250,7 @@ class VarlenCall(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the kernel needs no window. torch.nn.attention.varlen.varlen_attn calls the kernel in the same way."""
+        """Whether the attention is causal without a window. torch's varlen_attn passes the same value to the kernel."""
         return self.window_size == (-1, 0)
 
 
@@ -273,7 +275,7 @@ class AttendVarlenWithSinks(torch.autograd.Function):
         """Return the output. `_varlen_kernel` must have been called, because it registers the kernels."""
         chunks, scale, window_size = call
         bounds = chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys, call.is_causal
-        # Attention is causal, so torch never uses the kernel of cuDNN, whose logarithms have another shape.
+        # The attention is causal or has a window, so torch never uses cuDNN's kernel, whose logarithms have another shape.
         kernel, _ = _sink_kernels()
         out, without_sink, state = kernel(query, key, value, *bounds, scale, list(window_size), True)
         log_sum = torch.logaddexp(without_sink, sinks.to(without_sink.dtype).unsqueeze(1))  # [n, L]
@@ -293,7 +295,8 @@ class AttendVarlenWithSinks(torch.autograd.Function):
             *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
             *(state, ctx.scale, ctx.window_size),
         )
-        # The value of the sink is zero, so its gradient is minus its weight times the sum of gradient times output.
+        # Let w be the softmax weight of the sink. Its value vector is 0, so the gradient of the sink is -w * sum(gradient *
+        # output).
         wide = log_sum.dtype
         product = (grad.to(wide) * out.to(wide)).sum(-1).t()  # [n, L]
         sink_grad = -((sinks.to(wide).unsqueeze(1) - log_sum).exp() * product).sum(1)
@@ -344,9 +347,9 @@ def append_sinks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append a key with the value zero whose logit is the sink, for attention kernels that have no sinks.
 
-    All three tensors get two further channels. In these channels, queries are 1, all other keys are 0, and the last key is
-    sink / scale, as the sum of two numbers in the dtype of the keys. One number would round the sink to this dtype. The further
-    channels of the values are 0. They exist because fast kernels need values that are as wide as the keys.
+    All three tensors get two further channels. In these channels, queries are 1, the given keys are 0, and the two elements of
+    the appended key sum to sink / scale. With only one channel, sink / scale would be rounded to the dtype of the keys. The
+    further channels of the values are 0. They exist because fast kernels need values that are as wide as the keys.
     """
     wide = sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / scale
     high = wide.to(key.dtype)

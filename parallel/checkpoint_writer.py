@@ -234,7 +234,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage with only its own bytes.
+    """Give a tensor in host memory a second storage, which covers only the bytes of this tensor.
 
     Megatron makes a copy of a tensor that is a view of a larger storage. This avoids the copy.
     """

@@ -252,7 +252,7 @@ def _patch_tensor_factories() -> None:
 
 
 def _patch_megatron_optimizer_and_rng() -> None:
-    import megatron.core.optimizer as optimizer  # not before the patches of torch.cuda, which Megatron's import reads
+    import megatron.core.optimizer as optimizer  # only now: Megatron reads torch.cuda, which is patched, when it is imported
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.tensor_parallel.random as random
 

@@ -109,7 +109,8 @@ def suspend_communicators() -> None:
 
     Between the two calls, a collective or a message on one of Megatron's groups or on the default group raises RuntimeError,
     because it would fail or hang on a suspended NCCL communicator. The group of `parallel.collectives.object_group()` stays
-    usable. On a CPU, or with an NCCL older than MIN_NCCL_FOR_SUSPEND, no memory is released, but the error is raised, too.
+    usable. On a CPU, or with an NCCL older than MIN_NCCL_FOR_SUSPEND, no memory is released, but collectives still raise
+    RuntimeError.
     """
     for backend in _suspendable_backends():
         backend.suspend()

@@ -48,7 +48,7 @@ def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: i
     assert is_image.sum() == sizes.prod(1).sum(), f"{is_image.sum()} image tokens for images of {sizes.tolist()} tokens"
     positions = np.empty((3, len(is_image)), np.int64)
     tokens = np.flatnonzero(is_image)
-    # start of the next text in the sequence, index in `tokens` of the next image's first token, next free position
+    # start: index of the next text; first: index in `tokens` of the next image's first token; position: next free position
     start, first, position = 0, 0, 0
     for frames, height, width in sizes.tolist():
         begin, count = int(tokens[first]), frames * height * width
@@ -64,7 +64,7 @@ def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: i
 
 @dataclass
 class SequenceImages:
-    """Images of the sequences of a micro-batch, in the order of the S tokens, before the tokens are packed."""
+    """Images of a micro-batch before packing. `positions` and `output_index` have one entry for each of the S tokens."""
 
     positions: Ints  # [3, S]
     # [S] index of the token's embedding among the outputs of the vision tower; -1: not an image token

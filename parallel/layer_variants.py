@@ -84,8 +84,9 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 class VariantSelfAttention(SelfAttention):
     """Megatron's self-attention with further options: norms of whole projections, another rotary embedding, and scaled queries.
 
-    `interleaved`: number of components of a head in which the rotary embedding rotates the pairs (2i, 2i + 1). Megatron rotates
-    the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not depend on the order.
+    `interleaved`: among the first `interleaved` components of a head, the rotary embedding rotates the pairs (2i, 2i + 1).
+    Megatron rotates the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not
+    depend on the order.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class VariantSelfAttention(SelfAttention):
         self.has_projection_norms = projection_norms
 
     def get_query_key_value_tensors(self, *args, **kwargs):
-        """Return query [L, 1, n, d], key and value [L, 1, g, d]; queries and keys are normalized."""
+        """Return query [L, 1, n, d], key and value [L, 1, g, d], with the norms, order and scaling of this variant."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         if self.has_projection_norms:
             query, key = self.q_projection_norm(query), self.k_projection_norm(key)
@@ -159,7 +160,7 @@ class PostNormLayer(TransformerLayer):
 
 
 def _add_normed(norm: torch.nn.Module, bias_dropout_add: Any, training: bool, fused: bool) -> Any:
-    """Return Megatron's function that adds bias and residual to the output of a block, but normalize the output first."""
+    """Return a function that adds the bias to the output of a block, normalizes the sum, and then adds the residual."""
     add = bias_dropout_add(training, fused)
 
     def add_normed(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -178,8 +179,8 @@ def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[.
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> torch.nn.Module:
         module = linear(*args, bias=True, **kwargs)
-        # Otherwise, if one rank has the whole matrix, Megatron's own matrix would return a view from an autograd function, and
-        # torch would forbid Megatron to add the bias in place.
+        # With this flag, Megatron's layer leaves out its own communication. Without the flag, on a rank that has the whole
+        # matrix, the output is a view from an autograd function, and torch forbids to add a bias to it in place.
         module.explicit_expert_comm = True  # type: ignore[bad-assignment]
         for name, parameter in module.named_parameters():
             if name.startswith("bias"):

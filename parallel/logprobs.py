@@ -3,8 +3,9 @@
 The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most `chunk_size` rows
 of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
 again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs and their gradients, at most three float32 tensors
-`[chunk_size, V/tp]` exist at a time. Without entropies, at most two such tensors exist, and for 16-bit inputs also a 16-bit
-tensor of this shape. The gradient of `weight` is a sum over chunks. With several chunks, this sum is in float32 or wider.
+`[chunk_size, V/tp]` exist at a time. Without entropies, at most two such tensors exist. In this case, 16-bit inputs need an
+additional 16-bit tensor of this shape. The gradient of `weight` is a sum over chunks. With several chunks, this sum is in float32
+or wider.
 
 For 16-bit inputs, a GPU returns the float32 sums of the matrix products. Other devices round these sums to 16 bits first.
 
@@ -30,7 +31,7 @@ PADDING_LOGIT = -1e30
 PRODUCT_ROWS = 8192
 """Largest number of rows of a matrix product that exist at a time while the product is added to a sum of a wider dtype."""
 ALIGNED_ROWS = 64
-"""The number of vocabulary rows in a slice is a multiple of this number, because matrix products of such sizes are fast."""
+"""If the rows do not fit into one slice, larger slices are rounded down to a multiple of this number: such products are fast."""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula
@@ -75,7 +76,7 @@ class OutputLayer:
         return [slice(i, min(i + self.chunk_size, positions)) for i in range(0, positions, self.chunk_size)]
 
     def vocabulary_slices(self, rows: int, positions: int) -> list[tuple[slice, "OutputLayer"]]:
-        """Divide this rank's `rows` weight rows into slices. Return each slice with the settings of a layer of only its rows.
+        """Divide this rank's `rows` weight rows into slices. Return each slice with an OutputLayer for the rows of this slice.
 
         The logits of a slice at all positions are at most `chunk_size * rows` numbers, as many as the logits of a chunk of
         positions for all rows. Only a slice of a single row may have more logits.
@@ -239,7 +240,9 @@ def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it.
+    """Return total + left @ right in float32 or wider. Overwrites `total` if the dtypes allow it.
+
+    If `total` is None, the result has the dtype of the factors.
 
     For 16-bit factors, at most PRODUCT_ROWS rows of the product exist in float32 at a time.
     """

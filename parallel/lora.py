@@ -117,7 +117,7 @@ class LoraAdapter(torch.nn.Module):
     def _fused(self) -> tuple[Tensor, Tensor]:
         """Return A [n rank, in] and B [out, n rank] of the linear layer, which combines n adapted matrices.
 
-        B has the columns of each matrix side by side. A row of B is 0 outside the columns of its matrix.
+        Each matrix has `rank` columns of B. A row of B belongs to one matrix, and is 0 outside the columns of this matrix.
         """
         a = torch.cat([pair.lora_a for pair in self._pairs.values()])
         columns, start, parts = a.size(0), 0, []

@@ -81,7 +81,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """RoPE with one angle per token of the pack, so that Megatron rotates all sequences in one operation.
+    """RoPE with one row of angles for each token of the pack, so that Megatron rotates all sequences in one operation.
 
     The object keeps the angles of the last pack, because all layers of a virtual stage and their recomputation use them.
     """
@@ -122,7 +122,7 @@ def fuse_rope_of_packs() -> None:
 
 
 class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
-    """RoPE of image models: the position along one of three axes rotates each pair of components (parallel.rope.rope_axes)."""
+    """RoPE of image models: each pair of components rotates by the position along one of three axes (parallel.rope.rope_axes)."""
 
     axes: Tensor
 
@@ -143,7 +143,9 @@ class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
 
 
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
-    """Return the hidden states [L, H] that the output head needs. Under sequence parallelism, `hidden` is [L/tp, H].
+    """Return the values [L, ...] of all tokens of this context-parallel rank, for an output head or an adapter.
+
+    Under sequence parallelism, `hidden` is [L/tp, H].
 
     `replicated` means that the head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part
     of the vocabulary and a part of the gradient, and the backward pass sums these parts.
@@ -154,7 +156,7 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Let Megatron average the gradients of a module over the tensor-parallel ranks, of which each computes the whole module.
+    """Let Megatron average the gradients of a module over the tensor-parallel ranks. Each rank computes the whole module.
 
     On GPUs, the gradients of the ranks differ, because kernels sum in no fixed order.
     """

@@ -102,11 +102,11 @@ class PackedSequences(PackedSeqParams):
     # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
-    # index of a layer with an indexer -> the keys that it has chosen, see parallel.sparse_attention. Only for layers whose choice
-    # the next layer reads, and only until the last reader has read it or, in training,
-    # until the backward pass of the layer that has chosen.
+    # index of a layer with an indexer -> the keys that it has chosen, see parallel.sparse_attention. Only layers whose choice the
+    # next layer reads have an entry. In training, the layer's backward pass removes the entry. Otherwise, the last layer that
+    # reads the entry removes it.
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    # [MTP layers, L] token 1, 2, ... after each token in its sequence, 0 after the end; None: MTP layers do not compute
+    # [MTP layers, L] row i: the token i + 1 places after each token in its sequence, 0 after the end; None: no MTP layer runs
     later_tokens: Tensor | None = None
 
     @property

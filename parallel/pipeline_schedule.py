@@ -33,7 +33,7 @@ OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Any]
 
 Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence parallelism), the output layer, the weight of a tied
 embedding (None: not tied), and the micro-batch. If MTP layers compute, the hidden states are [L, (1 + MTP layers) * H], those of
-the model first, and the result is a tuple whose first element is the output for the model.
+the main model first. The result is then a tuple, whose first element belongs to the main model.
 """
 type LossFunction[O] = Callable[[Any, Any], tuple[Tensor, O]]
 """Function that gets (result of the output head, micro-batch) and returns (loss, outputs of the micro-batch)."""

@@ -99,11 +99,11 @@ class PackedRecurrence(MegatronModule):
         )
 
     def _set_sizes(self, config: TransformerConfig, **sizes: Any) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
-        """Return what the model has in this layer, and set the attributes that `_recur` and `_gated_norm` need.
+        """Return the sizes and the parameters of this layer, and set the attributes that `_recur` and `_gated_norm` need.
 
         The result is: the number of groups of heads, without tensor parallelism; `columns`; the number of elements of the outputs
-        of all heads for one token; and the initial values of this rank's parameters. The order of the parameters is that of
-        Megatron's flat buffers.
+        of all heads for one token; and the initial values of this rank's parameters. Megatron's flat buffers have the parameters
+        in this order.
         """
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class PackedRecurrence(MegatronModule):
         raise NotImplementedError
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Return the normalized outputs times the gates, in float32 or a wider dtype; `output` and `gate` have one shape."""
+        """Apply the norm and the gates to `output`, in the order that the model needs; `output` and `gate` have one shape."""
         raise NotImplementedError
 
     def forward(
@@ -209,8 +209,8 @@ class PackedMamba2(PackedRecurrence):
     """Mamba-2 layer over packs (Dao and Gu, 2024, arXiv:2405.21060). Each tensor-parallel rank has a part of the groups of heads.
 
     The layer projects each token to gates, values (x in the paper), keys (B), queries (C), and one number for each head. All
-    heads of a group have the same key and query. The step (Delta) of a head, the softplus of its number, determines the weight of
-    the update of the state and, multiplied by a learned rate, the decay of the state. The output of the recurrence, plus a
+    heads of a group have the same key and query. The step (Delta) of a head is softplus(number + dt_bias). It is the weight of
+    the update of the state. The step times a learned rate determines the decay of the state. The output of the recurrence, plus a
     learned multiple of the value, is multiplied by the gate and then normalized over all heads of a group. A group has the rows
     of its gates, its values, its key, its query, and one number for each of its heads.
     """
@@ -247,7 +247,7 @@ class PackedMamba2(PackedRecurrence):
         return (output + self.D[:, None] * value).to(numbers.dtype)
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Return the RMSNorm of `output` [L, heads, channels] times the gates, over all heads of each group."""
+        """Multiply `output` [L, heads, channels] by the gates, and return the RMSNorm of the product over each group of heads."""
         gated = (output * F.silu(gate)).view(len(output), self.groups, -1)
         normed = F.rms_norm(gated, gated.shape[-1:], None, self.config.layernorm_epsilon)
         return normed.flatten(1).to(output.dtype) * self.norm_weight

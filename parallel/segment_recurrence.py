@@ -204,14 +204,14 @@ def _scan(
 
 
 def _decay_of_pairs(decay: Tensor) -> Tensor:
-    """Return the factor [..., C, C] by which a state decays from one token of a chunk to another; 0 for earlier tokens.
+    """Return factors [..., C, C]. Entry [i, j] is the decay of a state from token j to token i, and 0 if j > i.
 
     `decay` [..., C]: logarithm of the decay from the start of the chunk to each token.
     """
     ones = torch.ones(decay.size(-1), decay.size(-1), dtype=torch.bool, device=decay.device)
     later, same = ones.triu(1), ones.triu() & ones.tril()
     distance = decay[..., :, None] - decay[..., None, :]
-    # A token has the distance zero from itself. As a constant, this zero adds nothing to the gradients of `decay`. Otherwise, two
+    # The distance of a token from itself is the constant 0, so no gradient flows from it to `decay`. Otherwise, two
     # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
     return distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()
 

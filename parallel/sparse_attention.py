@@ -12,9 +12,9 @@ The choice of keys has no gradient, so the loss of a policy gives the indexer no
 from a loss of its own, on the distribution of the attention's weights.) Therefore the weights of the indexer are frozen: they
 have no gradient buffers and no optimizer state. Nothing flows back from the scores to the hidden states either.
 
-Index scores are in float32, of queries and keys in the dtype of the model. Of keys with equal scores, the earliest are chosen, so
-the choice does not depend on the layout or on the kernel. (torch.topk breaks ties in no fixed order.) If no query of a pack has
-more than `topk` keys, a token attends to all of them, and the indexer computes nothing.
+Queries and keys have the dtype of the model. The index scores are computed from them in float32. Of keys with equal scores, the
+earliest are chosen, so the choice does not depend on the layout or on the kernel. (torch.topk breaks ties in no fixed order.) If
+no query of a pack has more than `topk` keys, a token attends to all of them, and the indexer computes nothing.
 
 In GLM-5 models, a layer may have no indexer. Then it uses the keys that the last layer before it with an indexer has chosen. Both
 layers must be in the same pipeline stage.
@@ -50,7 +50,7 @@ class IndexerNorm(torch.nn.LayerNorm):
         super().__init__(channels, eps=_NORM_EPSILON, dtype=torch.float32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IndexerNorm":
-        """Move and cast the module, but only move the weights."""
+        """Move the weights, but do not cast them."""
         own = {name: parameter.data for name, parameter in self.named_parameters()}
         super()._apply(fn, recurse)
         for name, parameter in self.named_parameters():

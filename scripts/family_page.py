@@ -2,10 +2,10 @@
 
 scripts/families.json has the columns of the page and the patterns of their tests, in the form of scripts/proven.json. "@NAME"
 stands for the patterns in `groups`. A test counts for the families that its cases cover (scripts/family_tests.py). With
-`axis`, only cases whose layout uses this parallel axis count. `refusals` and `remarks` have messages of the code. The script
-finds the message that contains `words` in `file`. It applies the message to the families for which `if` holds (see
-Row.facts), or to those in `families`, which `tests` must cover. `others` has the other models: for each library, the files
-and the words in them that prove what it `has`.
+`axis`, only cases whose layout uses this parallel axis count. `refusals` and `remarks` name messages of the code: a message is
+the text in `file` that contains `words`. The message applies to the families for which `if` holds (see Row.facts), or to the
+families in `families`; the tests in `tests` must cover these families. `others` lists further models. For each library, it says
+what the library `has` of the model, and which words in which files of the library prove this.
 """
 
 import ast
@@ -256,7 +256,7 @@ class FamilyPage:
 
 
 def _reading(module: Module, translate: ast.expr) -> dict[str, bool]:
-    """Return whether the function that reads the config of a family reads sliding windows of attention without sinks."""
+    """Return {"sliding windows": whether the function that reads a config reads sliding windows and no attention sinks}."""
     function = module.function(ast.unparse(translate))
     nodes = list(ast.walk(function)) if function else []
     names = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -1,9 +1,12 @@
 """Finds out which model families a test covers, case by case, from the source of the test.
 
-A case covers a family if one of its parameters names a tiny model of the family, or is a config with `architectures`. The
-names are those of tests/tiny_families.py and of tables in other files of tests/. A case without such a parameter covers the
-families that the function of the test, its helpers and its fixtures name in calls, such as `make_family("qwen3", ...)`, make
-with classes of transformers, such as `Qwen3Config`, or get as the default of a parameter of the project's functions.
+A case covers a family if one of its parameters names a tiny model of the family, or is a config whose `architectures` name a
+class of the family. tests/tiny_families.py and tables in other files of tests/ have the names of the tiny models. For a case
+without such a parameter, the script reads the function of the test, its helpers and its fixtures. The case covers the families
+
+- whose tiny models these functions name in calls, such as `make_family("qwen3", ...)`,
+- whose classes of transformers they use, such as `Qwen3Config`,
+- whose tiny models are defaults of the project's functions that they call.
 """
 
 import ast

@@ -11,7 +11,7 @@ no test, if a feature has no test, or if a test of tests/gpu belongs to no featu
 fails if a page is not current. scripts/family_page.py explains scripts/families.json, the table of the second page.
 
 The results of runs on GPUs are in benchmarks/results/*.json, such as files that `mrl bench gpu` wrote. Each file has the keys
-`card` (name of the GPU; also as `machine.card`), `date`, `programs` (test, such as "tests/gpu/test_actor.py::test_x" -> "passed"
+`card` or `machine.card` (name of the GPU), `date`, `programs` (test, such as "tests/gpu/test_actor.py::test_x" -> "passed"
 or another outcome), and optionally `gpus`, the number of GPUs, which is 1 by default.
 """
 
@@ -95,7 +95,7 @@ class GpuRun:
 def read_runs(root: Path) -> dict[str, list[GpuRun]]:
     """Return the runs of each test on GPUs, the latest first.
 
-    The cases of a test in one file count as one run. The outcome is "passed" if no case failed and at least one case passed.
+    The cases of a test in a file of results count as one run. The outcome is "passed" if no case failed and at least one passed.
     """
     runs: dict[str, list[GpuRun]] = {}
     for path in sorted((root / RESULTS).glob("*.json")):

@@ -1,7 +1,8 @@
 """Evaluates expressions in source files without importing them: the values, cases and model families of a test.
 
 A module is evaluated lazily: only the assignments and functions that an expression needs are executed. A name from another file
-of the checkout is evaluated in that file. A name of another library is a Placeholder.
+of the checkout is evaluated in that file. A name from a library is a Placeholder,
+unless the library is a part of Python.
 """
 
 import __future__
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# This file is imported, and needs no library. Its class ParallelDims has the layouts in the parameters of tests.
+# This file is imported, and needs no library. Parameters of tests contain objects of its class ParallelDims.
 DIMS = Path("parallel/dims.py")
 
 

@@ -86,7 +86,7 @@ def _prove_model(title: str, model: TinyModel, folder: Path, family: str) -> lis
 
 
 def compare_gradients(title: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> ConversionCheck:
-    """Compare gradients by Hugging Face name. A gradient that is round-off in both models is equal."""
+    """Compare gradients by Hugging Face name. A gradient that is only round-off in both models counts as equal."""
     name = f"{title}: gradients"
     if missing := sorted(ours.keys() ^ theirs.keys()):
         return ConversionCheck(name, f"only one model has a gradient of {missing[0]}", False)

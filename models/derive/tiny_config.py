@@ -43,7 +43,7 @@ SIZE_FIELDS = frozenset(
         *("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "num_experts_per_tok"),
     ]
 )
-"""Fields that a config always contains, so that a family needs no default for them."""
+"""Fields with sizes. A config contains each of them if its model has this size, so that a family needs no default for them."""
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _DERIVED = ("qk_head_dim",)  # fields that a config class computes from other fields
 _NOT_ARGUMENTS = ("architectures", "model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")

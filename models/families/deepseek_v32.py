@@ -136,7 +136,7 @@ DEEPSEEK_V32 = Family(
     engine_fusions=DEEPSEEK_V3.engine_fusions,
     defaults=_DEFAULTS,
     engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
-    engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and its sparse attention computes in it
+    engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and its sparse attention computes in bfloat16
     engine_needs_gpu=True,  # because of the kernels of sparse attention
     has_mtp_layers=True,
 )

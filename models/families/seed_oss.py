@@ -1,6 +1,6 @@
 """Seed-OSS: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE, separate switches for the biases of the projections.
 
-The dropout rates of a config have no effect: as all models in mrl, the model is trained without dropout.
+mrl ignores the dropout rates of a config. Like every model in mrl, the model has dropout only if `megatron.*_dropout` is set.
 """
 
 from dataclasses import replace

@@ -2,9 +2,9 @@
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
-advantage 0 if its group has only one response, or if all rewards of the group are equal. (For GDPO, every part of the reward
-must be equal in the group. OptimalTokenBaseline with `zero_tail` is an exception.) docs/concepts/algorithms.md lists the papers.
-mrl.core.types explains the letters B and R.
+advantage 0 if its group has only one response, or if all rewards of the group are equal. (GDPO gives a group the advantage 0 if
+all responses agree in each part of the reward. OptimalTokenBaseline with `zero_tail` is an exception.)
+docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
 """
 
 from collections.abc import Mapping
@@ -355,9 +355,9 @@ class OptimalTokenBaseline:
     and verl's `optimal_token_baseline` for responses of one turn.
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
-    token is 0. `correction` is for samples of another policy than the old policy: the terms of W are multiplied by the squares of
-    its weights. `batch_normalize` has no effect here, because it multiplies all weights by the same number. A token whose old
-    log-probability is NaN adds 0 to W.
+    token is 0. Set `correction` if another policy than the old policy samples the tokens. The terms of W are then multiplied by
+    the squares of the correction weights. The correction's option `batch_normalize` has no effect here, because it multiplies all
+    weights by the same number. A token whose old log-probability is NaN adds 0 to W.
 
     Raises ValueError for a `correction` with numerator=current or with a `veto`.
     """

@@ -258,7 +258,7 @@ class Rejection:
 
 
 def _factors(correction: Correction) -> Iterator[Correction]:
-    """Yield the factors of a product, with the factors of nested products. Any other correction is its own only factor."""
+    """Yield the factors of a product, and of the products in it. For any other correction, yield the correction itself."""
     if not isinstance(correction, Product):
         yield correction
         return

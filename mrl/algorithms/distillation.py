@@ -2,8 +2,8 @@
 
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
 (on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
-compute the divergence (parallel.distillation). In shapes, R is the number of sampled tokens: in losses, those of a micro-batch on
-one rank (LossInputs); in `extra_columns`, those of the step.
+compute the divergence (parallel.distillation). R is the number of sampled tokens: in LossInputs, the tokens of a micro-batch on
+one rank, and in `extra_columns`, the tokens of the step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from mrl.algorithms.advantages import NoAdvantage, OnPolicyDistillation
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs, needs_of
 from mrl.algorithms.losses import Loss, PolicyLoss
 from mrl.core.types import Column
@@ -40,18 +41,21 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 
 
 def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
-    """Return whether the algorithm learns from rewards; false for distillation without rewards.
+    """Return whether the algorithm learns from rewards. Distillation alone does not.
 
-    `advantage`: its advantage estimator. `needs`: what its parts read.
+    `advantage`: the advantage estimator of the algorithm. `needs`: what the parts of the algorithm read.
     """
-    return not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}) or getattr(advantage, "uses_token_rewards", True)
+    if not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
+        return True
+    estimator = advantage.reward if isinstance(advantage, OnPolicyDistillation) else advantage
+    return estimator is not None and not isinstance(estimator, NoAdvantage)
 
 
 @dataclass(frozen=True)
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token.
 
-    `reward_loss`, a second loss, which learns from rewards, is added if it is given.
+    If `reward_loss` is given, this second loss is added. It learns from rewards.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).
@@ -91,7 +95,7 @@ class Distillation(PolicyLoss):
 
     @property
     def distillation(self) -> Distillation:
-        """This loss itself. Objective.distillation reads this attribute of any policy loss.
+        """This loss itself. Objective.distillation reads this attribute to find out whether a policy loss is a Distillation.
 
         The loss tells the output head of the actor what to compute in addition to log-probabilities.
         """
@@ -108,7 +112,7 @@ class Distillation(PolicyLoss):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
-        """The outputs of the teacher, and the columns that `reward_loss` needs."""
+        """The output of the teacher that this loss reads, and the columns that `reward_loss` needs."""
         return needs_of(self.reward_loss) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
@@ -117,7 +121,7 @@ class Distillation(PolicyLoss):
         return compute(batch, advantages, rng) if compute else {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss [R]. The column `divergence` comes from the output head, with a gradient."""
+        """Return the loss [R], and metrics [R]. The column `divergence` comes from the output head, with a gradient."""
         divergence = inputs.columns["divergence"]
         metrics = {"distill/divergence": divergence.detach()}
         if self.top_k:

@@ -31,7 +31,7 @@ CORRECTNESS_PARTS = ("correct", "correctness", "accuracy", "acc")
 def filter_values(
     metric: str | None, rewards: NDArray[np.float64], parts: Sequence[Mapping[str, float]]
 ) -> NDArray[np.float64]:
-    """Return the values [G] of a group that a filter gets.
+    """Return the values [G] that a filter gets for a group.
 
     `metric` selects the values:
 
@@ -72,7 +72,8 @@ class NonzeroVariance:
     is dropped. A group is also dropped if its largest and its smallest reward differ by at most `tolerance`.
 
     `metric` selects a part of the reward in place of the total reward (see `filter_values`). The paper counts correct
-    responses. If the reward contains a penalty for long responses, set `metric=correctness`, or the name of the part.
+    responses. If the reward contains a penalty for long responses, set `metric` to `correctness`, or to the name of the part that
+    says whether a response is correct.
     """
 
     tolerance: float = 0.0
@@ -111,7 +112,7 @@ class Resampling(Protocol):
     ) -> NDArray[np.int64]:
         """Return [B]: how often each response counts in the loss. The step does not train on responses that count 0 times.
 
-        `rewards` [B] are the rewards of the responses before KL penalties, and `groups` [B] the ids of their prompts.
+        `rewards` [B] are the rewards of the responses before KL penalties, and `groups` [B] are the ids of their prompts.
         """
         ...
 

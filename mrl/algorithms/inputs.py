@@ -30,7 +30,8 @@ class ScoredBatch:
     # name of a part of the reward -> values of this part [B]
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
-    # [B] data.offline.advantage of offline rows, which replaces the estimated advantage; NaN, or None for all: not replaced
+    # [B] data.offline.advantage of offline rows, which replaces the estimated advantage. A response with NaN keeps its estimated
+    # advantage. None: all responses keep it
     offline_advantages: NDArray[np.float64] | None = None
 
     def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:

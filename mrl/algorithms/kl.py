@@ -42,7 +42,7 @@ class KLPenalty:
 
     The penalty is subtracted from the rewards (algorithm.kl_in_reward) or added to the loss (algorithm.kl_in_loss). On
     average over samples of the policy, the value of k1, k3 and unbiased is KL(policy || reference). The default of `kind` is
-    k1 in the reward and k3 in the loss, where the kinds differ in their average gradient:
+    k1 in the reward and k3 in the loss. In the loss, the kinds differ in their average gradient:
 
         k1              no gradient on average: in the loss k1 adds only noise
         k2              the gradient of KL(policy || reference)

@@ -96,8 +96,8 @@ class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
 
     With `clip_high` above `clip_low`, the loss has DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
-    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always clips in this way, by default
-    with 3.
+    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always clips in this way; its default for
+    `dual_clip` is 3.
 
     Raises ValueError for a `dual_clip` of 1 or less.
     """
@@ -255,8 +255,8 @@ class CrossEntropy(PolicyLoss):
 def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
     """Return [R]: for each token of the step, its term of the covariance, (log pi - mean log pi) (A - mean A), in float64.
 
-    Tokens with a large term reduce the entropy (Cui et al. 2025, eq. 10). ClipCov and KLCov select such tokens from all
-    tokens of the step, with the log-probabilities before the first optimizer step. So the selection depends neither on
+    Training on tokens with a large term reduces the entropy (Cui et al. 2025, eq. 10). ClipCov and KLCov select such tokens from
+    all tokens of the step, with the log-probabilities before the first optimizer step. So the selection depends neither on
     micro-batches nor on the parallel layout. The authors' code selects tokens within each micro-batch. The result is NaN for a
     token whose log-probability is NaN.
     """

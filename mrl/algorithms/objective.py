@@ -1,9 +1,9 @@
 """The objective of the actor (policy loss, correction, KL and entropy terms), and the weight of each token in the loss.
 
-The loss of a mini-batch is the sum of token weight * token loss over all its tokens. The token weights are normalized over the
-whole mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and data-parallel ranks
-gives the same loss and the same gradient. Gradients are summed over ranks, and need no division. docs/concepts/algorithms.md
-lists the papers. mrl.core.types explains the letters of array dimensions, such as B and R.
+The loss of a mini-batch is the sum over its tokens of token weight * token loss. The token weights are normalized over the whole
+mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and data-parallel ranks gives
+the same loss and the same gradient. Gradients are summed over ranks, and need no division. docs/concepts/algorithms.md lists the
+papers. mrl.core.types explains the letters of array dimensions, such as B and R.
 """
 
 from __future__ import annotations

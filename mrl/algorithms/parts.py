@@ -25,9 +25,9 @@ from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
 from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
-"""Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.
+"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head with its values.
 
-One forward pass computes all of these columns that the algorithm needs."""
+The actor computes only the columns that the algorithm needs, all of them in one forward pass."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
 """Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute the needed columns.
 
@@ -91,7 +91,8 @@ class AlgorithmParts:
 def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: further columns that the step of `trainer._target_` needs: config key of the step or of its argument -> columns.
+    `step_needs`: further columns that the step of `trainer._target_` needs. The keys are config keys, of the step itself or of an
+    argument of the step. The values are the columns that this step or argument needs.
     """
     algorithm, step_needs = config.algorithm, step_needs or {}
     objective = build_objective(config)
@@ -301,7 +302,7 @@ class Coefficients:
     def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
         """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses.
 
-        A coefficient stays as it is if the step did not measure its value, for example because every response was rejected.
+        A coefficient does not change if the step measured no value of its term, for example because every response was rejected.
         """
         for name, term in self.terms.items():
             measured = metrics.get(MEASURED[name], math.nan)

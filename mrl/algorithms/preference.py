@@ -109,8 +109,8 @@ class DPO(PairLoss):
 
     `label_smoothing` is the expected fraction of pairs whose order is wrong. With it, the loss of a pair is
     -(1 - label_smoothing) log sigma(m) - label_smoothing log sigma(-m) with m = beta (h(y_w) - h(y_l)) (conservative DPO,
-    Mitchell 2023). `nll_coef` adds the negative log-likelihood of y_w per token (as in Pang et al. 2024). Raises ValueError for a
-    `beta` of 0 or less, or a `label_smoothing` outside [0, 0.5).
+    Mitchell 2023). The loss also contains `nll_coef` times the negative log-likelihood of y_w per token (as in Pang et al. 2024).
+    Raises ValueError for a `beta` of 0 or less, or a `label_smoothing` outside [0, 0.5).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
@@ -204,8 +204,8 @@ class ORPO(PairLoss):
     """Odds ratio preference optimization, without a reference (Hong et al. 2024, eq. 3-7).
 
     The loss of a pair is -log p(y_w) - beta log sigma(log(odds(y_w) / odds(y_l))), where log p(y) = log pi(y) / |y| and
-    odds(y) = p(y) / (1 - p(y)). The paper calls beta lambda. The first term averages over the tokens of each y_w. The
-    authors' code averages over the tokens of all y_w of a batch and of their prompts.
+    odds(y) = p(y) / (1 - p(y)). The paper calls beta lambda. The first term averages over the tokens of each y_w. The authors'
+    code computes one average over all tokens of a batch: the tokens of all y_w, and the tokens of their prompts.
 
     Raises ValueError for a `beta` of 0 or less.
     """
@@ -236,9 +236,9 @@ class KTO(PolicyLoss):
     """Kahneman-Tversky optimization of single responses with a label, good or bad (Ethayarajh et al. 2024, eq. 7).
 
     The loss of a response is desirable_weight (1 - sigma(beta (h(y) - z))) if it is good, and
-    undesirable_weight (1 - sigma(beta (z - h(y)))) if it is bad. z is an estimate of KL(pi || pi_ref) without gradient: the mean
-    of h over the prompts of the mini-batch, each with the response to another prompt, but at least 0. Raises ValueError for a
-    `beta` of 0 or less.
+    undesirable_weight (1 - sigma(beta (z - h(y)))) if it is bad. z is an estimate of KL(pi || pi_ref) without gradient: each
+    prompt of the mini-batch gets the response to another prompt, and z is the mean of h over these responses, or 0 if the mean is
+    negative. Raises ValueError for a `beta` of 0 or less.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -255,7 +255,7 @@ class KTO(PolicyLoss):
     def with_reference_point(self, mean_log_ratio: float) -> KTO:
         """Return this loss with z = max(0, `mean_log_ratio`).
 
-        `mean_log_ratio`: mean of h over the prompts of the mini-batch, each with the response to another prompt.
+        `mean_log_ratio`: mean of h if each prompt of the mini-batch gets the response to another prompt.
         """
         return replace(self, reference_point=max(0.0, mean_log_ratio))
 
@@ -308,7 +308,10 @@ class BradleyTerry(ScoreLoss):
 
 @dataclass(frozen=True)
 class OutcomeLabels(ScoreLoss):
-    """Cross-entropy of labels, good or bad: -log sigma(s(y)) or -log sigma(-s(y)) (Cobbe et al. 2021, at the last token)."""
+    """Cross-entropy of labels: -log sigma(s(y)) for a good response, and -log sigma(-s(y)) for a bad response.
+
+    The score is the output at the last token, as for the solution-level verifiers of Cobbe et al. (2021).
+    """
 
     rows: ClassVar[str] = LABELS
 

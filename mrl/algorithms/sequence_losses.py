@@ -115,7 +115,7 @@ class VESPO(PolicyLoss):
 
     w is the ratio of the whole response, pi(y) / pi_old(y), and phi(w) = w^k exp(lambda (1 - w)). phi is 1 for on-policy
     samples, and falls towards 0 as the response becomes much less or much more probable. A larger k makes phi fall faster for
-    w < 1, and a larger lambda for w > 1.
+    w < 1, and a larger lambda makes phi fall faster for w > 1.
 
     With `algorithm.old_logprobs=rollout`, w also contains the difference between the trainer and the engine. Raises ValueError
     for a k or lambda below 0.

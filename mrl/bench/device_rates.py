@@ -206,7 +206,7 @@ class HeadSizes:
     positions: int
     hidden: int  # hidden size of the model
     vocab: int  # size of the vocabulary
-    # Numbers of positions in a chunk of logits; each is measured. The second is the number that mrl would choose.
+    # chunk sizes to measure, in positions. The second is the number that mrl would choose.
     chunks: tuple[int, ...]
 
 

@@ -189,7 +189,7 @@ def random_groups(
         tuple[int, int], tuple[int, int]
     ],  # (smallest, largest) number of tokens of prompts, and of responses
 ) -> tuple[TokenBlock, TrainBatch]:
-    """Return a batch of random tokens with normally distributed advantages. A step trains on all its rows."""
+    """Return a batch of random tokens with normally distributed advantages. A step trains on all rows of the batch."""
 
     def tokens(smallest: int, largest: int) -> list[int]:
         return rng.integers(0, vocab, rng.integers(smallest, largest + 1)).tolist()

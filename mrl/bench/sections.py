@@ -157,7 +157,7 @@ class SectionResult:
 
     @property
     def status(self) -> str:
-        """Return "failed", "measured", or "left out" if no measurement was possible."""
+        """Return "failed" if the section reported an error, "measured" if it reported a row, and "left out" otherwise."""
         return "failed" if self.problems else "measured" if self.rows else "left out"
 
     def as_json(self) -> dict[str, Any]:

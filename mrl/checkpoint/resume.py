@@ -87,9 +87,9 @@ _LORA_BASE = "lora_base"
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
     """Return name -> value. A checkpoint fits a model only if all these values are equal.
 
-    They are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, they also say which
-    matrices have adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the base model,
-    which are in the folder `model_path`.
+    The values are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, further values
+    say which matrices have adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the
+    base model, which are in the folder `model_path`.
     """
     identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}
     identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision, _TRAIN_MTP: arch.mtp_layers > 0}

@@ -229,7 +229,7 @@ class RunEvent:
 
 @contextmanager
 def record_run(run_dir: Path, step: int, hosts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Record that a run starts, and how it ends when the context exits. The caller holds the lock of the run directory.
+    """Record that a run starts. When the context exits, record how the run ended. The caller holds the lock of the run directory.
 
     `step`: number of finished steps in the checkpoint from which the run resumes; 0 for a new run.
     """

@@ -1,4 +1,7 @@
-"""CheckpointSaver: writes checkpoints and Hugging Face folders during a run, one at a time, while training continues."""
+"""CheckpointSaver: writes checkpoints and Hugging Face folders.
+
+Only one checkpoint is written at a time. Training can continue while a checkpoint is written.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +198,9 @@ class CheckpointSaver:
             if self._pending:
                 self.store.abandon(self._pending.folder)
             self._pending = None
-            logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
+            logger.error(
+                "a checkpoint was not written (%d so far); earlier checkpoints are intact: %s", self.failed, error
+            )
 
     def _export(self, folder: Path) -> None:
         """Write a Hugging Face folder. An existing folder is replaced when the new one is complete."""

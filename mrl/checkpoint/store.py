@@ -65,7 +65,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint. Raises ValueError if it is incomplete; the message names the missing part.
+        """Read a checkpoint. Raises ValueError if it is incomplete; the message says what is missing.
 
         This method compares the hash of state.json, but only the sizes of all other files. `check_hashes` compares their hashes.
         """
@@ -149,7 +149,7 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
 
     def is_empty(self) -> bool:
-        """Return whether there are no checkpoint folders, not even incomplete ones."""
+        """Return whether no folder has the name of a checkpoint. The content of the folders does not matter."""
         return not self._steps()
 
     def latest(self) -> Checkpoint | None:
@@ -232,7 +232,7 @@ class CheckpointStore:
         shutil.rmtree(renamed, ignore_errors=True)
 
     def _start_copy(self, checkpoint: Checkpoint) -> None:
-        """Start a thread that copies a complete checkpoint to `copy_to`. The run waits for the thread only at its end."""
+        """Start a thread that copies a complete checkpoint to `copy_to`. Only CheckpointSaver.finish waits for the copy."""
         if self.copy_to and self.wait_for_copy(timeout_s=0):
             self._copying[:] = [threading.Thread(target=self._copy, args=[checkpoint], name="copy", daemon=True)]
             self._copying[0].start()

@@ -27,8 +27,8 @@ matrix products, the log-probability head, attention, a training step, an update
 and checksums. Needs no network, no model and no data. Needs torch 2.14, as all of mrl does: older versions lack functions that
 attention uses. Uses the other packages that are installed, and says in one line what it leaves out and why.
 
-Each section runs in a process of its own, which ends at its deadline. If a section fails, the next one runs. The numbers are
-printed as a table and written to a JSON file.
+Each section runs in a process of its own, which ends at its deadline. If a section fails, the next section still runs. The
+numbers are printed as a table and written to a JSON file.
 
   mrl bench gpu                                  measures the first visible GPU, in at most 10 minutes
   mrl bench gpu --sections matrix,attention      measures only these sections
@@ -100,7 +100,8 @@ def choose_size(device: str, free_gib: float) -> str:
 def write_new(folder: Path, report: dict[str, Any], now: time.struct_time) -> Path:
     """Write a report to a new file, and return its path: gpu_CARD_DATE.json, or cpu_DATE.json without a card.
 
-    If the file exists, for example because two commands run at the same time, the name gets the time, and then also the process.
+    If this file exists, for example because two commands run at the same time, the name also contains the time. If that file
+    exists, too, the name also contains the id of this process.
     """
     card = re.sub(r"[^a-z0-9]+", "_", (report["machine"].get("card") or "").lower().removeprefix("nvidia ")).strip("_")
     name = f"{f'gpu_{card}' if card else 'cpu'}_{time.strftime('%Y-%m-%d', now)}"

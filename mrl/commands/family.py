@@ -23,14 +23,14 @@ usage: mrl family derive MODEL [--output FILE] [--draft] [--layouts]
 Proposes a model family for mrl from a config of transformers, and proves it. MODEL is a Hugging Face folder or a config.json.
 The command reads no weights and needs no GPU and no network.
 
-It shrinks the config, builds a random model, and finds by experiments what each tensor does. Then it writes a family file, and
+It shrinks the config, builds a random model, and finds by experiments what each tensor does. Then it writes a draft, and
 compares Megatron's model with transformers on the tiny model and on its variants: every tensor byte for byte after a conversion
 to Megatron and back, the logits, and the gradient of every tensor.
 
 One line names each operator and each config field that the command does not know. The exit status is 0 if the family is proven,
-and 1 otherwise. A family that is not proven is not written.
+1 if it is not, and 2 for a wrong argument, an unreadable model or an existing FILE. Only a proven family is written to FILE.
 
-  --output FILE  file for the family. Default: the name of the architecture in the working directory, such as llama.py.
+  --output FILE  file for the family. Default: ./ARCHITECTURE.py, such as ./llama.py for LlamaForCausalLM.
   --draft        writes the file also if the family is not proven. The first lines of the file name what is missing.
   --layouts      also compares a training step under parallel.tp=2 and under parallel.pp=2 with the step in one process
 

@@ -50,7 +50,10 @@ docs/reference/commands.md explains the columns of the output and the effect of 
 
 
 def generate_or_submit(config: Config, overrides: Sequence[str] = ()) -> None:
-    """Run one generation, or submit it as a Slurm job. `overrides`: overrides of the command line, also for the Slurm job."""
+    """Run one generation, or submit it as a Slurm job.
+
+    `overrides`: overrides of the command line. A Slurm job gets the same overrides.
+    """
     with hydra_entry.exit_on_user_error():
         if needs_submission(config):
             submit(config, overrides, "generate")
@@ -86,8 +89,8 @@ def submit(config: Config, overrides: Sequence[str], command: str) -> None:
 def run_generation(plan: GenerationPlan) -> None:
     """Generate the missing responses, and print how many responses there are.
 
-    Raises ValueError for a mistake of the user. Exits with status 1 if the engines do not start, if no engine is left, or
-    if an engine refuses a request or the request fails too often.
+    Raises ValueError for a mistake of the user. Exits with status 1 if the engines do not start, if no engine is left, if an
+    engine refuses a request, or if a request fails too often.
     """
     folder = plan.store.folder
     if totals := plan.store.finished:

@@ -224,7 +224,7 @@ def _expand(word: str, variables: dict[str, str]) -> str:
 
 
 def _value_of(words: list[str]) -> Any:
-    """Return the value of an option: True without a word, a list if there are several words."""
+    """Return the value of an option: True if no word follows the option, and a list if several words follow it."""
     values = [_parse(word) for word in words]
     return True if not values else values[0] if len(values) == 1 else values
 

@@ -1,4 +1,4 @@
-"""`mrl plan search`: finds the layout, placement and division of GPUs with the shortest predicted step; explains the result."""
+"""`mrl plan search`: finds the layout, placement and division of GPUs with the shortest predicted step, and explains them."""
 
 import json
 import sys
@@ -12,12 +12,13 @@ from rich.table import Table
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.algorithms.parts import POLICY_COLUMNS, build_algorithm
+from mrl.algorithms.parts import POLICY_COLUMNS
 from mrl.config import hydra_entry
 from mrl.config.process_schema import Transport
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
 from mrl.controller.plan_models import chat_template, needed_roles
+from mrl.controller.plan_train import algorithm_of
 from mrl.data.images import ImagePrompts
 from mrl.data.prompts import mean_prompt_tokens
 from mrl.data.sources import train_sources
@@ -158,7 +159,7 @@ def length_distribution(config: Config) -> LengthDistribution:
 
 def step_workload(config: Config) -> StepWorkload:
     """Return the work of one step of the run. Raises ValueError for a mistake in the config."""
-    needs = build_algorithm(config).needs
+    needs = algorithm_of(config).needs
     actor, critic = token_budgets(config, "actor"), token_budgets(config, "critic")
     return StepWorkload(
         length_distribution(config),
@@ -181,7 +182,7 @@ def make_search(config: Config) -> LayoutSearch:
     Raises ValueError for a mistake in the config, and for a run with models of the key `roles`, whose GPUs, memory and seconds
     the search would not count.
     """
-    if roles := needed_roles(config, build_algorithm(config).needs):
+    if roles := needed_roles(config, algorithm_of(config).needs):
         raise ValueError(
             f"roles.{next(iter(roles))}: mrl plan search counts neither the GPUs nor the memory and seconds of the models in "
             "`roles`, only of actor, critic and engines; compare settings of this run with mrl plan memory."
@@ -192,7 +193,7 @@ def make_search(config: Config) -> LayoutSearch:
     shape = model_shape(config, hf, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
-    if arch.window and not config.trainer.share_prompts:  # see plan_model
+    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # see plan_model
         fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None

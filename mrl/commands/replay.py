@@ -32,7 +32,7 @@ the first such value. It changes no weights and starts no engine.
   parallel.KEY=N   layout to examine: tp, sp, pp, vpp, cp, dp, ep, etp. Default: the layout of the run.
   against          the parallel keys after this word give the layout to compare with. Default: one process.
 
-  model.dtype=float32   computes in float32, although the run computed in bfloat16. All differences are then errors.
+  model.dtype=float32   computes in float32, although the run computed in bfloat16. Then no difference comes from rounding.
   weights=FOLDER        Hugging Face folder whose weights replace the weights of the dump
   output=FOLDER         folder for replay.json, replay.png and logs. Default: DUMP/replay.
 

@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
 def choose(samples: Sequence[TextSample], count: int, *, best: bool, worst: bool) -> list[TextSample]:
     """Return `count` of `samples`. The samples must be sorted best first, as `read_samples` returns them.
 
-    With `best`, return the first samples, and with `worst` the last ones. With both or neither, return half of them from each
-    end.
+    With `best`, return the first samples, and with `worst` the last ones. With both or neither, return samples from both ends,
+    half of `count` from each end.
     """
     count = min(count, len(samples))
     num_best = count if best and not worst else 0 if worst and not best else (count + 1) // 2
@@ -115,7 +115,7 @@ def render(run_dir: Path, args: argparse.Namespace) -> str:
 def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
     """Return a step and its samples. If `step` is None, this is the last step.
 
-    Keeps only one step in memory, because all steps may not fit.
+    The function keeps the samples of only one step in memory, because the samples of all steps together may not fit.
     """
     steps, chosen = [], None
     for each, samples in read_samples(run_dir):

@@ -12,7 +12,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser of `mrl timeline`."""
     top = argparse.ArgumentParser(
         prog="mrl timeline",
-        description="Merge what all processes of a run recorded (tracking.timeline) into RUN/timeline.json, and say what the "
+        description="Merge the spans of all processes of a run (tracking.timeline) into RUN/timeline.json, and say what the "
         "steps spend their time on. ui.perfetto.dev and chrome://tracing open the file. The run may still be in progress.",
         epilog="Example: mrl timeline outputs/quickstart/TIME --steps 3:5",
     )

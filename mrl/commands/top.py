@@ -85,7 +85,7 @@ def show_live(run: LiveRun, console: Console, every_s: float) -> None:
 
 @contextmanager
 def _single_key_mode() -> Iterator[None]:
-    """Set the terminal so that it passes each key at once and shows none. At the end, restore the settings of the terminal."""
+    """Set the terminal to pass on each key at once, and to show no keys. At the end, restore the settings of the terminal."""
     if not sys.stdin.isatty():
         yield
         return

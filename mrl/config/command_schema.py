@@ -33,7 +33,7 @@ class SftConfig:
 
     objective: Node = key(
         lambda: {"_target_": "mrl.algorithms.losses.CrossEntropy"},
-        "Loss. conf/objective has cross-entropy, losses over preferences (dpo and others), and those of reward models.",
+        "Loss. conf/objective has cross-entropy, losses for preference data (dpo and others), and losses of reward models.",
     )
     train: str | None = key(
         None,
@@ -62,7 +62,7 @@ class GenerateConfig:
 
     output: str | None = key(
         None,
-        "Folder for the parquet files. Default: generated/ in run.dir. Set it to continue an interrupted generation.",
+        "Folder for the parquet files. Default: generated/ in run.dir. Set this key to continue an interrupted generation.",
     )
     samples: int = key(8, "Number of responses to each prompt.", "responses", least=1)
     temperature: float = key(
@@ -155,7 +155,7 @@ def _efficiency() -> dict[str, float]:
 
     `matmul` and `attention` come from one H100 (benchmarks/README.md, "One H100"). Single matrix products attain 0.68 to 0.73 and
     attention kernels 0.24 to 0.52 of the peak. The planner's times have no terms for norms, activations, RoPE and the loss, so
-    the two fractions are chosen to include these. With 0.38 and 0.3, the predicted times of the two updates that were measured
+    the two fractions also account for this work. With 0.38 and 0.3, the predicted times of the two updates that were measured
     are correct within 6 %. `bandwidth` is below the 0.83 that a plain copy attains. `experts` has not been measured.
     """
     return dict(matmul=0.38, attention=0.3, experts=0.35, bandwidth=0.75)

@@ -61,8 +61,8 @@ class OfflineConfig:
     )
     advantage: float | None = key(
         None,
-        "Advantage of every row, in place of the one that algorithm.advantage computes from the rewards. With a positive number, "
-        "rows are imitated as in supervised fine-tuning, and the file needs no column reward.",
+        "Advantage of every row, in place of the advantage that algorithm.advantage computes from the rewards. With a positive "
+        "number, rows are imitated as in supervised fine-tuning, and the file needs no column reward.",
     )
 
 

@@ -73,7 +73,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and the option --dry-run of mrl."""
-_runs_hydra = False  # whether hydra.main runs in this process; then `_compose` uses the same Hydra (in a sweep)
+_runs_hydra = False  # whether hydra.main is running; while it runs, `_compose` uses the same Hydra (in a sweep)
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from parallel.trainer_config import config_field as key
 
 Node = dict[str, Any]
-"""Mapping with keys of any name: a plug-in, or options of another program. Hydra calls it a node; it is not a machine."""
+"""Mapping with keys of any name: a plug-in, or options of another program. Node is Hydra's word for a mapping, not a machine."""
 
 
 class Transport(StrEnum):
@@ -68,7 +68,7 @@ class CheckpointConfig:
     )
     best_metric: str = key(
         "reward/mean",
-        "Metric that ranks checkpoints for keep_best. Its value in the last step before the checkpoint counts.",
+        "Metric that ranks checkpoints for keep_best. The value in the last step before the checkpoint counts.",
     )
     asynchronous: bool = key(True, "Whether training continues while a checkpoint is written.")
     export_every: int = key(
@@ -198,7 +198,7 @@ class TrackingConfig:
     )
     timeline: bool = key(
         False,
-        "Whether every process records what it does when, in run.dir/timeline, for `mrl timeline` (docs/how_to/speed.md).",
+        "Whether every process records its work in run.dir/timeline, for `mrl timeline` (docs/how_to/speed.md).",
     )
     samples_every: int = key(
         10,

@@ -42,7 +42,7 @@ RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type:
 
 
 class GroupOrder(StrEnum):
-    """Order in which steps train on groups: as their prompts were drawn, or as their responses are finished."""
+    """Order in which steps train on groups: the order in which prompts were drawn, or in which responses are finished."""
 
     dispatched = "dispatched"
     completed = "completed"
@@ -110,7 +110,7 @@ class RolloutConfig:
     )
     repetition_penalty: float = key(
         1.0,
-        "Above 1, tokens that have occurred in the response become less likely. Only algorithm.correction corrects for it.",
+        "Above 1, tokens that have occurred in the response become less likely. Only algorithm.correction corrects for this.",
         above=0,
         most=2,
     )

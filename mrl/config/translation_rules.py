@@ -19,7 +19,7 @@ SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss.
 class Note:
     """A text in place of an override for a key of another trainer.
 
-    `needed`: whether the user must act, or loses the setting. If it is False, nothing has to be set.
+    `needed`: if it is true, the setting is lost unless the user acts. If it is false, the user has nothing to set.
     """
 
     text: str
@@ -137,14 +137,14 @@ def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Override
 
 
 def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> Note:
-    """Return a note that nothing has to be set if the value is one of `defaults`, otherwise a note with `text`."""
+    """If the value is one of `defaults`, return a note that nothing has to be set. Otherwise return a note with `text`."""
     if str(value) in map(str, defaults):
         return Note("mrl does the same", needed=False)
     return Note(text)
 
 
 def lora_rank(alpha: str, default_alpha: int, value: Any, values: Values) -> Overrides:
-    """Set the rank of the adapters, and the scale if the config has no key for it. `alpha`: the key for the scale."""
+    """Set the rank of the adapters, and lora.alpha if the config does not set it. `alpha`: the other trainer's key for alpha."""
     has_default = int(value) and values.get(alpha) is None
     return {"lora.rank": int(value)} | ({"lora.alpha": default_alpha} if has_default else {})
 

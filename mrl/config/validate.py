@@ -18,7 +18,7 @@ from mrl.config.secrets import refuse_plain_secrets
 from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 
 LAYOUT_OVERRIDES = ("critic.parallel",)
-"""Keys whose value has the fields of ParallelConfig that differ from the section `parallel`.
+"""Keys whose value overrides fields of the section `parallel`. The value may have any field of ParallelConfig.
 
 The schema does not type the entries of these keys, so this module checks them. `check` also checks such a key of each role
 (roles.NAME.parallel).
@@ -139,9 +139,9 @@ mrl/config/counterparts.py has no rule for these names.
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
     """Return at most 3 keys that the last part of `key` suggests: seed -> run.seed. A renamed key gives no keys.
 
-    A name in COMMON_NAMES gives its mrl key. Otherwise, a key with a section (section.name) gives the keys with exactly this
-    last part, or none if there are more than 3. A key without a section gives the keys with this last part, or else with a
-    similar one.
+    A name in COMMON_NAMES gives its mrl key. Otherwise, section.name gives the keys whose last part is `name`, or none if there
+    are more than 3. A name without a section gives the keys whose last part is this name, or, if there are none, the keys with a
+    similar last part.
     """
     if key in RENAMED_KEYS:
         return []
@@ -163,8 +163,8 @@ def structured_schema() -> DictConfig:
     """Return the schema as a typed OmegaConf node with all defaults.
 
     All callers get the same node, so they must not change it, but may copy or merge it. OmegaConf makes nodes of frozen
-    dataclasses read-only, and copies of a read-only node are read-only too. This function removes the flag, because Hydra sets
-    values in a copy.
+    dataclasses read-only, and copies of a read-only node are read-only too. This function makes the node writable again, because
+    Hydra sets values in a copy.
     """
 
     def clear_readonly(node: DictConfig) -> None:
@@ -318,7 +318,7 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
 
 
 def teachers_of(config: Config) -> dict[str, RoleConfig]:
-    """Return name -> role of all possible teachers in distillation. Raises ValueError if two roles teach the same data source."""
+    """Return name -> role for the teachers of distillation. Raises ValueError if two roles teach the same data source."""
     teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teaches}
     by_source: dict[str, str] = {}
     for name, role in teachers.items():
@@ -343,8 +343,8 @@ class TokenBudgets:
 def token_budgets(config: Config, role: str) -> TokenBudgets:
     """Return the token budgets of the model `role`.
 
-    If a key of another model is null, the actor's budget for the same kind of pass holds. If the actor's key for forward passes
-    is null, its budget for training holds.
+    A model without a budget of its own uses the actor's budget for the same kind of pass. If the actor's key for forward passes
+    is null, these passes use the actor's budget for training.
     """
     trainer, critic = config.trainer, config.critic
     train = trainer.max_tokens_per_micro_batch

@@ -26,7 +26,7 @@ class OffloadableModel(Protocol):
     """The trainer ranks of one model, or the servers of a served model. Both methods are idempotent."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Free the model's device memory, except for its weights if `keep_weights`. Returns the bytes that stay allocated."""
+        """Free the model's device memory. With `keep_weights`, weights stay or are loaded. Returns the bytes still allocated."""
         ...
 
     def load_to_device(self) -> None:
@@ -148,8 +148,8 @@ class MemoryScheduler:
         """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
         Yields True if the engines were offloaded. In this case the memory of the engines holds no weights before the push. If
-        the push then raises, the engines stay TRANSITIONING, and so does the actor unless it was loaded and shares no device with
-        them. Otherwise the engines are on their devices after the context.
+        the push then raises, the engines stay TRANSITIONING. The actor stays TRANSITIONING, too, unless it was loaded and shares
+        no device with the engines. If the push succeeds, the engines are on their devices after the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutSideEngines(Protocol):
-    """Operations on the processes of the engines. The rollout side implements them (RolloutWorkerHandle).
+    """Operations on the processes of the engines.
 
-    The controller calls them.
+    The rollout side (RolloutWorkerHandle) implements these operations, and the controller calls them.
     """
 
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
@@ -128,8 +128,8 @@ class EngineLifecycle:
 
         When trainers connect, each engine that has received no push yet compares its weights with the files of its model (see
         `_check_plan` in mrl/weight_sync/receiver.py). Equal weights prove that the transfer plan agrees with the engine's layout.
-        An engine that was offloaded before its first push has lost the weights from its start, so new trainers cannot connect to
-        this engine.
+        An engine that was offloaded before its first push has lost the weights that it loaded at its start, so new trainers
+        cannot connect to this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):

@@ -57,8 +57,8 @@ class RolloutSource(Protocol):
     def begin_writing_samples(self, step: int) -> Callable[[], None]:
         """Begin to write samples of the step as text, with the columns of all earlier calls of `estimate` in this step.
 
-        Returns a function that waits until the samples are written, and that raises the errors of this call. If samples of the
-        step were written before, the new samples replace them.
+        Returns a function that waits until the samples are written, and that raises an error if writing them failed. If samples
+        of the step were written before, the new samples replace them.
         """
         ...
 
@@ -154,7 +154,7 @@ class StepMetrics:
 
     @classmethod
     def of(cls, recorded: Metrics, times: Metrics) -> Self:
-        """Combine the metrics that the operations of a step recorded with the times of its phases.
+        """Combine `times`, the times of the phases of a step, with `recorded`, the metrics from its operations.
 
         The metric `spent/overlap_s` is the time that the step saved because models worked at the same time.
         """

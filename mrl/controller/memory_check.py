@@ -126,9 +126,10 @@ def check_memory(plan: TrainPlan) -> None:
 
 
 def check_transport(config: Config, pools: Pools) -> None:
-    """Raise ValueError if the weights cannot travel to the engines between the planned GPUs, or between those of this machine.
+    """Raise ValueError if the weights cannot travel from the GPUs of the actor to the GPUs of the engines.
 
-    Checks nothing for a run on CPUs.
+    For a Slurm job, or if only the config names GPUs, the planned GPUs are checked. Otherwise the GPUs of this machine are
+    checked. For a run on CPUs, nothing is checked.
     """
     cluster = config.cluster
     if cluster.scheduler or (cluster.hardware.name and not has_cuda()):
@@ -156,7 +157,7 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 
 
 MAX_CHANGES = 4  # largest number of changes in one set
-BEAM_WIDTH = 6  # each round of the search adds one change to this many sets, those that are nearest to fitting
+BEAM_WIDTH = 6  # number of sets to which each round of the search adds one change: the sets that are nearest to fitting
 MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -232,7 +233,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
-    """Yield one change for each token budget that is set: it halves the budget.
+    """For each token budget that is set, yield the change that halves this budget.
 
     A budget that is not set follows a budget of the actor.
     """
@@ -249,7 +250,7 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
     """Yield layouts in which one parallel axis is doubled: tp, pp or cp with half the replicas or with twice the GPUs.
 
-    The axis ep is doubled with the same replicas and GPUs. Also yield the current layout with twice the replicas.
+    The axis ep is doubled without a change of dp or world_size. Also yield the current layout with twice the replicas.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

@@ -21,7 +21,7 @@ KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _TOGETHER = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
-"""(matrix, another matrix): if the first has adapters, so must the second. SGLang (0.5.23, LoRAAdapter) joins their adapters."""
+"""(matrix, another matrix): if the first has adapters, the second needs them, too. SGLang (0.5.23, LoRAAdapter) joins them."""
 
 
 def syncs_adapters(config: Config) -> bool:
@@ -91,7 +91,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_shared_devices(config: Config, colocated_roles: ColocatedRoles) -> None:
-    """Raise ValueError if engines that get only adapters share devices with trainers, and other settings do not allow it."""
+    """Raise ValueError if engines that get only adapters share devices with trainers, and other settings do not allow this."""
     if not syncs_adapters(config) or not any(ENGINES in roles for roles in colocated_roles):
         return
     backup = "enable_weights_cpu_backup"

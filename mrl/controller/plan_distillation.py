@@ -21,7 +21,7 @@ from mrl.core.types import Rollouts
 
 
 def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mapping[str, ModelPlan]) -> None:
-    """Check the teachers of a Distillation loss: their vocabularies, and what a served teacher can compute.
+    """Check the teachers of a Distillation loss: their vocabularies, and whether served teachers can compute what the loss needs.
 
     `models`: the models that Megatron runs, by role, including the actor.
     """

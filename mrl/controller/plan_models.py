@@ -68,12 +68,12 @@ class ModelPlan:
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Adapters of the actor, which are then all that is trained; None: the model has no adapters."""
+        """Adapters of the actor. With adapters, all other weights of the actor are frozen. None: the model has no adapters."""
         is_trained_actor = self.optimizer is not None and self.head == "vocabulary"
         return self.config.lora if is_trained_actor and self.config.lora.rank else None
 
     def identity(self) -> dict[str, Any]:
-        """Return name -> value: what must be equal in this model and in a checkpoint that it loads. See `model_identity`."""
+        """Return name -> value of the properties that must be equal in this model and in its checkpoints (`model_identity`)."""
         return model_identity(self.arch, self.lora or LoraConfig(), self.model_path, self.config.model.train_vision)
 
     @property
@@ -343,7 +343,7 @@ def max_prompt_length(
 ) -> int:
     """Return the largest allowed number of prompt tokens. A prompt and its response must fit into `context` tokens.
 
-    `max_response_tokens`: limit of the response; None: rollout.max_response_tokens. `section`: config key that has this limit.
+    `max_response_tokens`: limit of the response; None: rollout.max_response_tokens. `section`: config section with this limit.
     """
     response_tokens = config.rollout.max_response_tokens if max_response_tokens is None else max_response_tokens
     room = context - response_tokens
@@ -443,7 +443,7 @@ def check_served_folders(config: Config) -> None:
 def gpu_transport(config: Config, devices: DeviceMap) -> tuple[Transport, list[ProcessLocation], list[ProcessLocation]]:
     """Return the transport of the weights between GPUs, and the locations of all trainer ranks and of all engine ranks.
 
-    The trainer ranks are those of the actor. The transport is also disk if the weight sync sends only adapters. Raises ValueError
+    The trainer ranks are those of the actor. If the weight sync sends only adapters, the transport is disk. Raises ValueError
     if the weights cannot travel between these GPUs, or if an engine would have different numbers of GPUs on its nodes. When the
     run starts, it applies the same rules to the actual GPUs (mrl/weight_sync/session.py, mrl/rollout/engines/ray_engine.py).
     """

@@ -15,7 +15,7 @@ from mrl.controller.plan_engine_dtype import engines_use_cpus, is_fp8
 from mrl.rollout.engines.server_args import speculates
 
 SPECULATION = ("EAGLE", "NEXTN")
-"""Values of sglang.speculative_algorithm with which SGLang drafts with the MTP layer of the model: two names of one algorithm."""
+"""Values of sglang.speculative_algorithm that let SGLang draft with the MTP layer of the model: two names of one algorithm."""
 
 _MEGATRON_CONFLICTS = {
     "pipeline_model_parallel_layout": "mrl puts MTP layers on the last pipeline stage, and does not read this layout",

@@ -46,7 +46,7 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
     By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
     sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
 
-    `kind` is the suffix of metric names: "sampled", "greedy" or NO_SUFFIX.
+    The field `kind` of an evaluation is the suffix of its metric names: "sampled", "greedy" or NO_SUFFIX.
     """
     default_rows = config.trainer.eval_rows
     default_sets: dict[str, int | None] = {DATA_TEST: default_rows} if config.data.test else {}
@@ -155,7 +155,8 @@ def _held_out_source(
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
-    limit = max_prompt_length(config, actor.context, response_tokens, f"data.test_sets.{source.name}")
+    section = f"data.test_sets.{source.name}" if source.name else "rollout"  # data.test has no name
+    limit = max_prompt_length(config, actor.context, response_tokens, section)
     return replace(source, find_fault=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
 
 

@@ -395,12 +395,12 @@ def check_served_roles(
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
-                "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give it a pool of its own."
+                "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give {name} a pool of its own."
             )
 
 
 def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if the servers that share GPUs together claim all of the GPU memory, or more."""
+    """Raise ValueError if servers that share GPUs claim, in total, all of the GPU memory or more."""
     sglang = {f"roles.{name}.sglang": (name, role.sglang) for name, role in roles_of(config).items() if role.is_served}
     for roles in colocated_roles:
         fractions = {

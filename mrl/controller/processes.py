@@ -1,4 +1,4 @@
-"""All processes of an RL run: RunProcesses starts and ends them, ProcessRecovery restarts them after a loss."""
+"""All processes of an RL run: RunProcesses starts and ends the processes, and ProcessRecovery restarts lost processes."""
 
 import logging
 import os
@@ -247,8 +247,8 @@ def run_processes(plan: TrainPlan, startup: Startup) -> Iterator[RunProcesses]:
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
     """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. The ranks end when the context exits.
 
-    Raises StartupLostError if Ray does not start, and another ProcessesLostError if a rank is lost while it builds the model.
-    Raises StartError if the cluster has no room for the ranks, or if the ranks cannot build the model.
+    Raises StartupLostError if Ray does not start. Raises ProcessesLostError if a rank is lost while it builds the model. Raises
+    StartError if the cluster has no room for the ranks, or if the ranks cannot build the model.
     """
     startup = Startup()
     with _closed_in_time() as stack:

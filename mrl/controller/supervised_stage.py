@@ -166,7 +166,7 @@ class SupervisedStage:
         return {ours: sums[theirs] for theirs, ours in HELD_OUT_METRICS.items() if theirs in sums}
 
     def _loss_of_step(self, rows: SupervisedRows, drawn: NDArray[np.int64]) -> tuple[Any, Metrics]:
-        """Return the loss object with which the rows `drawn` of the file are trained or evaluated, and metrics.
+        """Return the loss object for training or evaluation on the rows `drawn` of the file, and metrics.
 
         A loss with a reference point (KTO, see mrl.algorithms.preference) gets the reference point of this step.
         """

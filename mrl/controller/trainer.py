@@ -274,7 +274,7 @@ class Trainer:
         return np.array([self.data_source(row) for row in rollouts.rows.tolist()])
 
     def step(self, step: int) -> StepMetrics:
-        """Run the step with index `step`, from 0, and record it in the ledger. Pushes the weights if the step did not do so."""
+        """Run the step with index `step` (from 0), and record it in the ledger. Pushes the weights if the step did not do so."""
         self.record.begin(step, self.coefs.metrics())
         if self.step_function:
             self.step_function(self)

@@ -33,4 +33,4 @@ SUBCOMMANDS = {
     "import": ("verl", "slime", "trl"),
     "completion": ("bash", "zsh", "fish"),
 }
-"""Commands that have subcommands."""
+"""Command -> names of its subcommands."""

@@ -133,7 +133,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/rounds": Metric(
         "",
-        "number of times that prompts were drawn for the step: once, and again after groups were rejected",
+        "number of rounds of drawing prompts for the step: 1, plus 1 for each round after rejected groups",
         ".0f",
         good="1",
     ),
@@ -183,7 +183,7 @@ METRICS: dict[str, Metric] = {
     "rollout/cached_tokens_fraction": Metric(
         "",
         "fraction of the input tokens of all turns that were in the engine's prefix cache",
-        good="high; later turns then skip the prefill of earlier ones",
+        good="high; later turns then skip the prefill of earlier turns",
     ),
     "rollout/replaced_engines": Metric(
         "", "number of engines that failed during sampling and were replaced", ".0f", good="0", reduction="sum"
@@ -327,7 +327,7 @@ METRICS: dict[str, Metric] = {
         "", "fraction of the trained tokens that ClipCov or KLCov selects", ".5f", good="near algorithm.loss.fraction"
     ),
     "loss/response_weight": Metric(
-        "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 the samples are too old"
+        "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 if samples are too old"
     ),
     "loss/mtp": Metric("nats", "mean cross-entropy of the tokens that the MTP layers predict", good="falls"),
     "loss/sft": Metric(
@@ -338,13 +338,13 @@ METRICS: dict[str, Metric] = {
     "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
-        "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 nothing is learned"
+        "", "standard deviation of the advantages over trained tokens", good="above 0; 0: the policy learns nothing"
     ),
     "advantage/drawn_fraction": Metric(
         "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
     "preference/accuracy": Metric(
-        "", "fraction of pairs (or labels) that the model orders right", good="rises towards 1"
+        "", "fraction of pairs (or labels) that the model ranks correctly", good="rises towards 1"
     ),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
     "preference/margin": Metric("", "reward of the chosen minus reward of the rejected response", good="rises"),

@@ -140,7 +140,7 @@ _before_exit: list[Callable[[], None]] = []
 
 
 def call_before_exit(function: Callable[[], None]) -> None:
-    """Make `function` run before this process exits at the deadline, unless the supervisor then starts the command again."""
+    """Let `_exit` call `function`, except after a finished run or a StartupLostError. It replaces an earlier function."""
     _before_exit[:] = [function]
 
 
@@ -184,8 +184,9 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
 
-    If the run is finished, or if it lost processes while it was starting, the supervisor starts the command again. So the
-    function of `call_before_exit` is not called. The second process prints the result of a finished run.
+    After a finished run, or a run that lost processes while it was starting, the function of `call_before_exit` is not called. It
+    would report that the command has ended. So the supervisor starts the command again. After a finished run, the new process
+    only prints the result.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

@@ -4,7 +4,7 @@
     G  number of responses to each prompt; these responses are a group. With rollout.group_sizes, the mean size of a group
     B  number of responses in a step: N * G, plus the number of rows from data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
-    R  number of sampled tokens: how many of the S tokens the policy sampled
+    R  number of sampled tokens: tokens that the policy sampled, and response tokens of rows from data.offline.path
     L  number of tokens of a micro-batch on one trainer rank, padding included
     V  size of the vocabulary
     H  hidden size of the model
@@ -12,9 +12,9 @@
 A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
 results are neither sampled nor trained.
 
-The driver holds only lengths, rewards, group numbers, weight versions and handles (`Rollouts`, `AdvantageResult`). A handle
-is a reference to an object in Ray's object store. The driver never reads that object. The tokens and the columns [R]
-(`TokenBlock`) are in the object store, and only the rollout worker and the trainer ranks read them.
+The driver holds only numbers for each response, metrics and handles (`Rollouts`, `AdvantageResult`). A handle is a reference to
+an object in Ray's object store. The driver never reads that object. Only the rollout worker and the trainer ranks read the tokens
+and the columns [R] (`TokenBlock`), which are in the object store.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -243,7 +243,7 @@ class Rollouts:
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
     rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set; -1 - n for row n of data.offline.path
-    # [B] index of the prompt: the step's N prompts have the first indices, and prompts of data.offline.path the next indices
+    # [B] index of the prompt. The step's N prompts have the first indices, followed by the prompts of data.offline.path
     groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
@@ -269,7 +269,7 @@ class Rollouts:
 
     @property
     def num_sampled(self) -> int:
-        """Number of responses that the policy sampled in this run. They come before the responses of data.offline.path."""
+        """Number of these responses that the policy sampled. They come before the responses of data.offline.path."""
         return len(self.groups) - self.num_offline
 
     @property
@@ -282,7 +282,7 @@ class Rollouts:
     def metrics(self, version: int) -> dict[str, float]:
         """Return the metrics of the batch. `version` is the weight version that is trained on the batch.
 
-        The metrics describe the policy, so they do not include the responses of data.offline.path.
+        Except for batch/offline_*, the metrics describe the policy, so they do not include the responses of data.offline.path.
         """
         sampled = slice(self.num_sampled)
         ages, tokens = version - self.weight_versions[sampled], self.version_spans[:, 2]
@@ -406,8 +406,8 @@ class TrainBatch:
     # [B] index of the prompt; for rows with the same index, the prompt may be computed once. None: the indices are unknown
     groups: NDArray[np.int64] | None
     rows: NDArray[np.int64]  # indices of the rows on which the step trains
-    # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0. A row that
-    # occurs n times in this array counts n times in the loss
+    # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0. If a row
+    # occurs n times in this array, its tokens have n times the weight
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
     # teacher -> locations of its outputs
@@ -426,8 +426,8 @@ class TrainBatch:
 class SupervisedRows:
     """What the driver knows about the rows of a supervised data set.
 
-    Row i of the file has the sequences i * sequences_per_row, i * sequences_per_row + 1, ... of the block. If the block has more
-    sequences than these, sequence num_rows + i is the prompt of row i with the response to another prompt.
+    Row i of the file has the sequences i * sequences_per_row, i * sequences_per_row + 1, ... of the block. For KTO, num_rows
+    sequences may follow (one for each row): sequence num_rows + i is the prompt of row i with the response to another prompt.
     """
 
     block: Handle  # refers to the TokenBlock with B sequences
@@ -457,13 +457,13 @@ class SupervisedRows:
 class RankBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Rows of each micro-batch; empty ones may be added if vpp > 1 or ParallelDims.equal_micro_batch_counts is true
+    # Rows of each micro-batch. Some micro-batches may have no rows if vpp > 1 or ParallelDims.equal_micro_batch_counts is true
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
     # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
     groups: NDArray[np.int64] | None = None
     step_tokens: int = 1  # number of tokens that all replicas together compute in this optimizer step
-    sampled_tokens: int = 1  # number of those tokens that are sampled
+    sampled_tokens: int = 1  # number of sampled tokens among the `step_tokens`
 
 
 @dataclass(frozen=True)

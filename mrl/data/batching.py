@@ -1,7 +1,7 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows that stay in one pack: a single row; with shared prompts, the rows of a group, or of a piece of it, that share one
-           copy of the prompt; for losses that compare the responses of a group, always the whole group
+    unit   rows that stay in one pack: a single row; with shared prompts, all rows of a group or of one piece of it, with one copy
+           of the prompt; for losses that compare the responses of a group, always the whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
@@ -24,8 +24,8 @@ EVEN_ENOUGH = 1.0005  # the search stops when the heaviest bin costs at most thi
 # A search step compares at most about CANDIDATES[0] items of the heaviest bin with at most about CANDIDATES[1] items of all
 # other bins. This limits the memory of the search.
 CANDIDATES = (256, 4096)
-# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1:
-# each cut computes the prompt once more, so cuts at the mean cost can make the heaviest part heavier than larger pieces would.
+# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
+# because each cut computes the prompt again: many small pieces can make the heaviest part heavier.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
@@ -64,11 +64,11 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 
     `prompt_lengths`, `response_lengths` and `groups` have one number for each response of the whole batch.
 
-    Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
-    once. A group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the costs of the
-    replicas uneven. Each of these units computes the prompt again. So the function cuts as little as possible: it tries no cut
-    (except for `max_tokens`) and a cut at each of the GROUP_LIMITS. Of the choices whose heaviest part is within the factor
-    EVEN_ENOUGH of the lightest such part, it takes the one with the largest limit.
+    Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt once. A
+    group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the costs of the replicas
+    uneven. Each of these units computes the prompt again. So the function tries several choices: no cut (except for
+    `max_tokens`), and a cut at each of the GROUP_LIMITS. Let c be the lowest cost of the heaviest part over all choices. Among
+    the choices whose heaviest part costs at most EVEN_ENOUGH * c, the function takes the choice with the largest limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -233,8 +233,9 @@ def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], num_bins: int
 
     The bins have nearly equal cost, and at most `capacity` tokens each.
 
-    Items are assigned in order of decreasing cost, each to the lightest bin. If the last items do not fit, all items are
-    assigned again by first-fit-decreasing of their tokens, which can fit more items. Returns None if this also fails.
+    Items are assigned in order of decreasing cost, each to the lightest bin. If the last items do not fit, all items are assigned
+    again in order of decreasing tokens, each to the first bin with room. This can fit more items. Returns None if this also
+    fails.
     """
     assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, num_bins, capacity)
     if assignment is None:
@@ -281,7 +282,7 @@ def _rebalance(
             _sample_items(bin_of == heavy, count, CANDIDATES[0]),
             _sample_items(bin_of != heavy, count, CANDIDATES[1]),
         )
-        # Swap each of our items (of the heaviest bin) with each of their items (of other bins).
+        # Compare all swaps of one of our items (of the heaviest bin) with one of their items (of other bins).
         moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest bin
         shifted = tokens[ours, None] - tokens[theirs]
         highest = np.maximum(loads[heavy] - moved, loads[bin_of[theirs]] + moved)

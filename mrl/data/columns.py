@@ -32,7 +32,7 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
+    """Names of the columns of a file. The defaults are verl's columns. A dotted name means a field inside a column.
 
     A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`,
     `style`, `images` and `videos` may be absent from a row. If `data_source` is absent, PromptExample gets the default that

@@ -1,7 +1,7 @@
 """Images of prompts: reads them from rows, checks them, counts their tokens, and computes the input of the vision tower.
 
-A row has its images in the column `images`, and the placeholder `<image>` in its messages for each image, as in data sets for
-verl. The chat template writes one image token for each image. This module repeats this token, so that there is one token for each
+A row has its images in the column `images`. Its messages have a placeholder `<image>` for each image, as in data sets for verl.
+The chat template writes one image token for each image. This module repeats this token, so that there is one token for each
 output of the vision tower. The image processor of the model decides how many tokens an image has, and computes its pixel values.
 """
 
@@ -25,7 +25,7 @@ from mrl.data.tokenizer import Messages
 PLACEHOLDER = "<image>"
 """Text in the messages of a prompt that stands for the next image of the row."""
 PROCESSOR_BACKEND = "pil"
-"""Backend of the image processor in rollout worker and engines. The other one, torchvision, gives other pixels on a GPU."""
+"""Backend of the image processor in rollout worker and engines. The other backend, torchvision, gives other pixels on a GPU."""
 _EXPECTED = "a path, the bytes of an image file, or an object with bytes or path"
 
 
@@ -49,8 +49,8 @@ class ImageFile:
     def data_url(self) -> str:
         """Return the image as a PNG file in a data URL, for a request to SGLang.
 
-        A data URL is needed, because SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64 begin
-        so. PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
+        A data URL is needed, because SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64
+        begin with "/". PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
         """
         image, file = self.open(), io.BytesIO()
         image.info.clear()  # orientation and color profile, which the trainer does not read either
@@ -154,7 +154,7 @@ class RequestImages:
     image_token: int  # id of the image token
 
     def request_tokens(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt with one image token for each image, as SGLang expects it. `prompt`: with all image tokens."""
+        """Return the prompt with one image token for each image, as SGLang expects it. `prompt` has all image tokens."""
         pairs = zip([None, *prompt], prompt, strict=False)
         return [token for before, token in pairs if token != self.image_token or before != token]
 

@@ -327,7 +327,7 @@ def _check_text(column: str, value: Any) -> None:
 def _check_tokens(
     ids: list[int], image_tokens: list[int], constraints: PromptConstraints, source: PromptSource
 ) -> tuple[list[int], str, bool]:
-    """Return (token ids with expanded image tokens, reason, overlong); see `_token_fault` for the reason."""
+    """Return (token ids with expanded image tokens, reason, overlong). `_token_fault` explains `reason` and `overlong`."""
     if constraints.images is not None:
         try:
             ids = constraints.images.expand(ids, image_tokens, source.columns.prompt)
@@ -426,7 +426,7 @@ class PromptStream:
         return rows
 
     def group_sizes(self, rows: NDArray[np.int64], size: int) -> list[int] | None:
-        """Return the number of responses to each of these rows; None: each gets `size`, rollout.responses_per_prompt.
+        """Return the number of responses to each of these rows; None: each row gets `size` (rollout.responses_per_prompt).
 
         Raises ValueError if the user's function returns invalid sizes.
         """

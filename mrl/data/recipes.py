@@ -1,6 +1,6 @@
 """Recipes that convert published data sets to the default columns of mrl, for `mrl data prepare`.
 
-A recipe is a function that converts one row, and an entry in RECIPES.
+A recipe consists of a function that converts one row, and of an entry in RECIPES.
 """
 
 import re
@@ -92,7 +92,7 @@ def prepare(
 ) -> int:
     """Convert the rows of `source` to prompts in the parquet file `target`, and return the number of prompts.
 
-    `instruction`: sentence that is added to each problem; None: the one of the recipe. `split`: value of `extra_info.split`.
+    `instruction`: sentence that is added to each problem; None: the recipe's sentence. `split`: value of `extra_info.split`.
 
     Raises:
         ValueError: the recipe does not exist, or a row cannot be used. In both cases, no file is written. The message contains

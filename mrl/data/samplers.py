@@ -1,8 +1,8 @@
 """Samplers, which choose the training prompts that a run draws next, and group sizes: how many responses each prompt gets.
 
-`data.sampler` names one of these samplers, or your own. A sampler is a function of SamplerInputs and has no state of its own.
-SamplerInputs contains everything that the sampler needs to remember. A checkpoint contains this data, so a resumed run draws the
-same prompts as a run that was never interrupted.
+`data.sampler` names one of these samplers, or a sampler of the user. A sampler is a function of SamplerInputs and has no state of
+its own. SamplerInputs contains everything that the sampler needs to remember. A checkpoint contains this data, so a resumed run
+draws the same prompts as a run that was never interrupted.
 
 `rollout.group_sizes` names a function that chooses the numbers of responses.
 """
@@ -81,8 +81,8 @@ class PromptTable:
 
         `name` is `data_source`, `ability`, `style` or a field of `extra_info`.
 
-        A dotted name is a field inside a field. Raises ValueError if a row lacks the value, or if the values are neither all
-        numbers nor all texts.
+        A dotted name means a field inside a field. Raises ValueError if a row lacks the value, or if the values are neither all
+        finite numbers nor all texts.
         """
         if name not in self._columns:
             values = [_value(example, name, row) for row, example in enumerate(self.examples)]
@@ -142,13 +142,13 @@ class PromptHistory:
             self._num_rewards += 1
 
     def latest_rewards(self, rows: range, count: int) -> NDArray[np.float64]:
-        """Return the `mean_reward` of the `count` rows in this range that received a reward last, latest first."""
+        """Return the `mean_reward` of the `count` rows in this range with the latest rewards, the latest first."""
         latest = self.latest[rows.start : rows.stop]
         order = np.argsort(-latest, kind="stable")[:count]
         return self.mean_reward[rows.start : rows.stop][order[latest[order] >= 0]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that were drawn or have a reward, as lists and numbers."""
+        """Return the history of the rows that were drawn or have a reward, as lists and numbers."""
         rows = np.flatnonzero((self.times_drawn > 0) | (self.num_groups > 0))
         means = [None if np.isnan(mean) else mean for mean in self.mean_reward[rows].tolist()]
         arrays = {name: getattr(self, name)[rows].tolist() for name in ("times_drawn", "num_groups", "latest")}
@@ -223,7 +223,7 @@ history of rewards for the sampler.
 
 @dataclass(frozen=True)
 class Shuffled:
-    """The default sampler. It draws each row of a source once per epoch, and sources in proportion to their weights.
+    """The default sampler. It draws each row of a source once per epoch, and draws from sources in proportion to their weights.
 
     If a source has the fraction w of the total weight of all sources, it contributes on average `w * n` of the first n rows, and
     always fewer than `w * n + 1`. Each source has its own epochs. The order of rows within an epoch depends only on the seed, the

@@ -1,4 +1,4 @@
-"""Synthetic task with images: count the shapes of one kind and color in a picture. Also writes a tiny image model.
+"""Synthetic task with images: count the shapes of one kind and color in a picture. The module also writes a tiny image model.
 
 PIL draws the pictures. Nothing is downloaded.
 """
@@ -67,7 +67,7 @@ def make_shapes_task(folder: str | Path, seed: int = 0, model: str = "qwen3_vl")
 
 
 def shapes_problem(rng: random.Random, split: str = "train") -> dict[str, Any]:
-    """Return an RL row with the columns of verl: a random picture, and the question how many shapes of one kind it has."""
+    """Return an RL row with verl's columns: a random picture, and the question how many shapes of one kind and color it has."""
     drawn = [
         (rng.choice(SHAPES), rng.choice(list(COLORS))) if rng.random() < 0.6 else None for _ in range(CELLS * CELLS)
     ]

@@ -27,7 +27,7 @@ HELD_OUT_KEYS = (
     "stop_token_ids",
     "max_response_tokens",
 )
-"""Keys of a held-out set that say how its responses are sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
+"""Keys of a held-out set: its number of rows, and how its responses are sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
 
 
 def _find_nothing(example: PromptExample) -> str:
@@ -58,10 +58,10 @@ class PromptSource:
     weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
     user_dataset: UserDataset | None = None  # a user-defined data set, in place of files
     target: str = ""  # `_target_` of the user-defined data set, for error messages
-    # Returns why a row cannot be used although its columns are valid, for example because no reward can score it; "" if it can
+    # returns why a row with valid columns cannot be used, for example because no reward can score it; "" if the row can be used
     find_fault: Callable[[PromptExample], str] = _find_nothing
     max_prompt_tokens: int | None = (
-        None  # limit of the prompts of this source; None: PromptConstraints.max_prompt_tokens
+        None  # largest number of tokens in a prompt; None: PromptConstraints.max_prompt_tokens
     )
 
     def tables(self) -> Iterator[RowTable]:

@@ -48,7 +48,7 @@ class SftDataset:
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    loss_masks: list[list[bool]] | None = None  # whether each response token is in the loss; None: all tokens are
+    loss_masks: list[list[bool]] | None = None  # whether each response token is in the loss; None: all are in the loss
     sequences_per_row: int = 1  # 2: the rows are pairs
     # name -> one number for each sequence, such as labels or margins; the loss reads it as a column
     columns: Mapping[str, list[float]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def encode_responses(
 ) -> tuple[list[list[int]], list[list[bool]] | None]:
     """Return the tokens of each response, and whether each token is in the loss.
 
-    The loss covers the assistant's text and its end-of-turn tokens. If all responses are texts, the second result is None.
+    The loss covers the text and the end-of-turn tokens of the assistant. If all responses are texts, the second result is None.
     """
     texts = [response for response in responses if isinstance(response, str)]
     if len(texts) == len(responses):
@@ -243,7 +243,7 @@ def _has_prompt(response: Any) -> bool:
 def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     """Return the common beginning of two responses as the prompt, and the rest of each response.
 
-    For two lists of messages, the common beginning ends before the last message of the shorter list. For two texts, a space at
+    For two lists of messages, the common beginning never contains the last message of the shorter list. For two texts, a space at
     the end of the common beginning belongs to the responses, as in TRL.
     """
     if type(chosen) is not type(rejected):
@@ -264,7 +264,7 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
 
 
 def _common_length(sequences: Sequence[Sequence[Any]]) -> int:
-    """Return the number of elements at the beginning that all sequences have in common."""
+    """Return the length of the common beginning of all sequences."""
     shortest = min(map(len, sequences))
     return next((n for n in range(shortest) if len({each[n] for each in sequences}) > 1), shortest)
 

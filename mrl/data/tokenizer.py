@@ -51,7 +51,7 @@ def tokenizer_is_code(folder: str | Path) -> bool:
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
-    """Return the fast tokenizer of a Hugging Face folder. A template in `chat` replaces the tokenizer's own.
+    """Return the fast tokenizer of a Hugging Face folder. A template in `chat` replaces the tokenizer's template.
 
     Raises:
         ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token.
@@ -327,5 +327,5 @@ def _template_error(role: str, why: str, text: str) -> ValueError:
     shown = f" Rendered: {text!r}." if text else ""
     return ValueError(
         f"rollout.agent: the model's chat template cannot be used for tool results: {why}.{shown} Use a template with messages "
-        f"of role {role!r}, or set rollout.agent.result_role to a role that it has."
+        f"of role {role!r}, or set rollout.agent.result_role to a role that the template has."
     )

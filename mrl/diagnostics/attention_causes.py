@@ -117,7 +117,7 @@ def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], 
 
 
 def attention_cause(difference: Difference) -> Cause | None:
-    """Find out whether the sides have different scales of the scores, or assign query heads to other key/value heads."""
+    """Find out whether the sides have different scales of the scores, or assign query heads to key/value heads differently."""
     found = [_fit_attention(difference, side) for side in difference.sides]
     fits = [fit for fit in found if fit is not None]
     if len(fits) < len(found):
@@ -134,7 +134,7 @@ def attention_cause(difference: Difference) -> Cause | None:
         text = f"the engine assigns query heads to key/value heads {texts[0]}, the trainer {texts[1]}"
         return Cause("grouping of key/value heads", text, "compare num_key_value_heads and the order of the heads")
     if abs(engine / trainer - 1) > 1e-3:
-        # Tensors in float32 give no more than four digits if the scores are small, because the output then hardly changes.
+        # If the scores are small, the output hardly depends on the scale, so float32 tensors give at most four digits of it.
         text = f"the engine multiplies the attention scores by {engine:.4g}, the trainer by {trainer:.4g}"
         return Cause("attention scale", text, "compare the softmax scale: 1 / sqrt(head_dim), or the scale of YaRN")
     return None

@@ -2,8 +2,8 @@
 
 All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
 operation. Some functions recompute the operation with NumPy under each hypothesis, and check which hypothesis reproduces the
-tensors of each side. The others compare the tensors of the two sides directly. This needs no engine and no model. In shapes, S is
-the number of tokens.
+tensors of each side. The other functions compare the tensors of the two sides directly. The module needs no engine and no
+model. In shapes, S is the number of tokens.
 """
 
 import math
@@ -214,7 +214,7 @@ def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
 
 
 def _routing(difference: Difference) -> Cause | None:
-    """Find out whether the sides choose different numbers of experts or different experts, or compute other weights for them."""
+    """Find out whether the sides choose different numbers of experts or different experts, or give them different weights."""
     engine, trainer = difference.values
     counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
     if counts[0] != counts[1]:
@@ -264,9 +264,10 @@ def _choice_of_experts(difference: Difference) -> Cause:
 
 
 def _top(scores: NDArray, count: int, expert_groups: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return which `count` experts have the highest scores [S, experts]. `expert_groups`: see ModelFacts.
+    """Return a mask [S, experts] of the `count` experts with the highest `scores` of each token. `expert_groups`: see ModelFacts.
 
-    The score of a group is the sum of its highest scores, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
+    The score of a group is the sum of its experts' highest scores, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section
+    2.1.2).
     """
     num_groups, chosen_groups = expert_groups
     grouped = scores.reshape(len(scores), num_groups, -1)
@@ -276,14 +277,14 @@ def _top(scores: NDArray, count: int, expert_groups: tuple[int, int]) -> NDArray
 
 
 def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
-    """Return which `count` values of each row are the highest."""
+    """Return a mask of the `count` highest values of each row."""
     chosen = np.zeros(values.shape, bool)
     np.put_along_axis(chosen, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
     return chosen
 
 
 def _experts(difference: Difference) -> Cause | None:
-    """Find out whether the experts of the sides have different activations, or one side does not add the shared experts."""
+    """Find out whether the experts of the sides have different activations, or whether one side omits the shared experts."""
     if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):
@@ -331,7 +332,7 @@ def _expert_matrices(weights: Places, layer: int | None, expert: int) -> list[ND
 
 
 def _residual(difference: Difference) -> Cause | None:
-    """Find the side whose residual stream is not the previous stream plus the output of the attention or MLP before it."""
+    """Find the side whose residual stream is not the previous stream plus the output of the preceding attention or MLP."""
     assert difference.layer is not None, "a residual stream belongs to a layer"
     for side in difference.sides:
         prefix = f"layers.{difference.layer - 1}." if difference.place == "input" else f"layers.{difference.layer}."

@@ -18,7 +18,7 @@ Weights = Mapping[str, NDArray]
 TINY = float(np.finfo(np.float32).tiny)
 
 LAYER_IDENTITY = "input_layernorm.weight"
-"""End of a tensor's name. If the two sides have the layers in different orders, this tensor identifies a layer."""
+"""End of the name of the tensor that identifies a layer, if the two sides have the layers in different orders."""
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
@@ -105,7 +105,7 @@ class Difference:
         return place if self.layer is None else f"layers.{self.layer}.{place}"
 
     def of(self, side: Side, *places: str) -> NDArray:
-        """Return the tensor of `side`, in float64, at the first of `places` that the side has. They are places of this layer."""
+        """Return the tensor of `side`, in float64, at the first of `places` that the side has. All `places` are in this layer."""
         return next(side.places[self.key(p)] for p in places if self.key(p) in side.places).astype(np.float64)
 
     def has(self, *places: str) -> bool:
@@ -123,7 +123,7 @@ class Difference:
 
 
 def is_close(first: NDArray, second: NDArray, tolerance: float) -> bool:
-    """Return whether two arrays are finite, have one shape and differ by at most `tolerance` x max(abs(second))."""
+    """Return whether two arrays are finite, have the same shape and differ by at most `tolerance` x max(abs(second))."""
     if first.shape != second.shape or not (np.isfinite(first).all() and np.isfinite(second).all()):
         return False
     return bool(np.abs(first - second).max(initial=0.0) <= tolerance * max(np.abs(second).max(initial=0.0), 1e-30))
@@ -142,7 +142,7 @@ def in_layer(name: str, layer: int | None) -> bool:
 
 
 def is_equal(first: NDArray, second: NDArray) -> bool:
-    """Return whether two weights are equal. Both sides read the same files, so equal weights are equal to the last bit."""
+    """Return whether two weights are equal. Both sides read the same files, so correct weights agree to the last bit."""
     return first.shape == second.shape and bool(np.array_equal(first, second))
 
 

@@ -234,7 +234,8 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
     layers.append(_compare_outputs(block, reference, other, tolerances.outputs))
     different = next((layer for layer in layers if not layer.within), None)
     nonfinite = next((layer for layer in layers if not layer.finite), None)
-    first_token = max(nonfinite.nonfinite, nonfinite.reference_nonfinite) if nonfinite else -1
+    tokens = (nonfinite.nonfinite, nonfinite.reference_nonfinite) if nonfinite else ()
+    first_token = min((token for token in tokens if token >= 0), default=-1)
     return ReplayResult(
         layers=layers,
         differences=compare_gradients(reference, other, tolerances),
@@ -267,7 +268,7 @@ def _locate(block: TokenBlock, layer: str, token: int) -> TokenLocation:
 def plot_layers(path: Path, layers: Sequence[LayerDifference], *, title: str) -> None:
     """Write a PNG with the largest difference and the tolerance of each layer, on a logarithmic scale.
 
-    Crosses mark layers that are not finite.
+    Crosses mark layers whose output is not finite.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure

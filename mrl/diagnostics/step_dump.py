@@ -200,7 +200,7 @@ class StepDumpRecorder:
     latest_weights: Callable[[], WeightsLocation | None]  # returns the location of the newest weights on disk
     num_critic_steps: int = 0  # number of steps at the start of the run that train only the critic
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
-    _num_spikes: int = field(init=False)  # number of spikes that were dumped so far, also before a resume
+    _num_spikes: int = field(init=False)  # number of spikes dumped so far, including those before a resume
 
     def __post_init__(self) -> None:
         self._norms = deque(maxlen=self.settings.spike_window)

@@ -32,7 +32,7 @@ class SoftwareFacts:
     python: str
     packages: dict[str, str | None]  # package -> installed version; None: not installed
     source_checksum: str  # checksum of the code of mrl, models and parallel
-    foreign_apex: str | None = None  # folder that `import apex` finds, if it is not NVIDIA's apex
+    foreign_apex: str | None = None  # folder that `import apex` finds, if it is not NVIDIA's Apex
     apex_extensions: list[str] = field(default_factory=list)  # compiled modules of NVIDIA's Apex that are installed
 
 
@@ -160,7 +160,7 @@ class Requirements:
     parameters: int = 0  # number of parameters of the actor
     run_dir: str | None = None
     checkpoint_bytes: int = 0  # disk space that the run's checkpoints still need
-    address: str | None = None  # address of an existing Ray cluster; None: the run starts its own
+    address: str | None = None  # address of an existing Ray cluster; None: the run starts a cluster
     offloads_engines: bool = False  # whether engines share GPUs with trainers, and therefore release GPU memory
     mistakes: list[str] = field(default_factory=list)  # errors in the config
 

@@ -168,7 +168,7 @@ class EngineWatcher:
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:
         self.pool = pool
-        self.num_restarts = 0  # engines that were replaced
+        self.num_restarts = 0  # number of engines that were replaced
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
         self._left_out: dict[str, str] = {}  # URL -> why the engine gets no more requests
         # Why no engine is left; None: engines are in service, or new engines are starting
@@ -187,7 +187,7 @@ class EngineWatcher:
     async def call[T](self, request: Callable[[], Awaitable[T]], limit: int) -> T:
         """Return the result of `request()`, which sends one request through the pool. Must run in the pool's event loop.
 
-        Each engine computes at most `limit` requests at the same time. If all engines have failed, the request is sent again
+        At most `limit` x pool.num_in_service requests run at the same time. If all engines have failed, the request is sent again
         when a new engine is ready. Raises EngineError if no engine is left, and the errors of EnginePool.generate.
         """
         while True:

@@ -195,7 +195,7 @@ class _RowCollector:
         self._file, self._file_number = file, file_number
         # Prompt as JSON -> prompt. Contains only the prompts of rows with a single response.
         self._prompts: dict[str, EvaluationPrompt] = {}
-        self._samples: Counter[int] = Counter()  # number of the prompt's row -> responses so far
+        self._samples: Counter[int] = Counter()  # number of the prompt's row -> number of responses so far
 
     def add(self, row: _RowResponses) -> None:
         """Add the responses of one row."""

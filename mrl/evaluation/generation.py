@@ -90,7 +90,7 @@ class SampledModel:
 
 
 def find_model(config: Config) -> SampledModel:
-    """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
+    """Return the model at model.path. Raises ValueError if it cannot be used, or if lora.path or generate.base is wrong."""
     if config.lora.path:
         raise ValueError(
             f"lora.path={config.lora.path}: engines load no adapters; leave the key out, and set model.path to an exported "
@@ -179,7 +179,9 @@ def plan_generation(config: Config) -> GenerationPlan:
     files = [Path(file) for source in sources for file in source.files]
     for file in files:
         if not file.exists():
-            raise ValueError(f"data.test: {file}: no such file; expected a .parquet or .jsonl file, or a folder.")
+            raise ValueError(
+                f"data.test or data.test_sets: {file}: no such file; expected a .parquet or .jsonl file, or a folder."
+            )
     model = find_model(config)
     sampling = SamplingParams(
         max_new_tokens=config.rollout.max_response_tokens,

@@ -183,7 +183,10 @@ def _run(command: Sequence[str]) -> int:
 
 
 def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessResult]:
-    """Return the metrics in a results file of lm_eval. Intervals are normal intervals from the standard errors in the file."""
+    """Return the metrics in a results file of lm_eval.
+
+    The intervals assume a normal distribution with the standard errors in the file.
+    """
     from scipy.stats import norm  # the import takes a second
 
     z, samples = float(norm.ppf((1 + confidence) / 2)), content.get("n-samples", {})

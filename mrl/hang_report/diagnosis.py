@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: reads snapshots of all processes, finds those for which the others wait, and composes the report."""
+"""Diagnosis of a hang: reads snapshots of all processes, finds the processes for which others wait, and composes the report."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -167,7 +167,7 @@ def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
 
 
 def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
-    """Summarize the main thread. If it waits for another thread, summarize a helper thread whose work is known instead."""
+    """Summarize the main thread. If it waits for another thread, summarize instead a helper thread whose work is known."""
     if not stacks:
         return StackSummary("", "", None)
     main = _summarize(stacks[0])

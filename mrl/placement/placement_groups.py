@@ -121,7 +121,7 @@ class RolePlacement:
     placed: PlacedPool
     bundles: tuple[int, ...]  # bundle of each rank
     tp_size: int  # number of ranks in a tensor-parallel group or an engine; these ranks should be on one node
-    pin_engines_to_nodes: bool  # whether engines run on the nodes of their slots (with GPUs, or with several nodes)
+    pin_engines_to_nodes: bool  # whether engines run on the nodes of their slots; true with GPUs or several nodes
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:

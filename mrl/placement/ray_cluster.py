@@ -30,7 +30,7 @@ from ray._private import (
     parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_quick_start`
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
 )
-from ray._private.utils import estimate_available_memory  # private: the memory with which Ray compares the object store
+from ray._private.utils import estimate_available_memory  # private: Ray compares the size of the object store with it
 from ray.job_config import JobConfig
 
 from mrl.config.process_schema import ClusterConfig
@@ -202,7 +202,7 @@ def _free_bytes(folder: Path) -> int:
 
 @contextmanager
 def _quick_start(log_to_driver: bool) -> Iterator[None]:
-    """In this context, ray.init starts no autoscaler, and a log monitor only for `log_to_driver`.
+    """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
     does what the flags --no-monitor and --include-log-monitor of `ray start` do.

@@ -6,9 +6,9 @@ inputs over tensor-parallel ranks. Section 5 describes recomputation. This modul
 trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So
 the paper's term 5 a s^2 b does not occur.
 
-In FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input: outputs of norms,
-activations of MLPs, and tokens of experts. Megatron (0.19) lets the projection of the attention output and the first matrix of
-shared experts save the input itself, because the attention and the router save the same tensor.
+With FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input. Such inputs are
+outputs of norms, activations of MLPs, and tokens of experts. In Megatron (0.19), the projection of the attention output and the
+first matrix of shared experts save their inputs without FP8, because the attention and the router save the same tensors.
 
 Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
 one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
@@ -115,7 +115,7 @@ def attention_bytes(
     e = batch.itemsize
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.input_bytes(batch.rows * shape.hidden)
-    if shape.has_latent_attention and batch.fp8:  # two matrices have copies of it
+    if shape.has_latent_attention and batch.fp8:  # two matrices read the input, and each saves a copy in FP8
         saved["attention's input"] *= 2
     if shape.has_latent_attention and "layernorm" in recomputed:
         del saved["attention's input"]
@@ -132,7 +132,7 @@ def attention_bytes(
 
 
 def _chosen_keys(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
-    """Return the bytes of the mask of the keys that an indexer has chosen. Kernels keep it as numbers that they add to logits.
+    """Return the bytes of the mask of the keys that an indexer has chosen. A kernel saves the numbers that it adds to the logits.
 
     There is no mask if no sequence has more keys than the indexer chooses.
     """
@@ -144,9 +144,9 @@ def _chosen_keys(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 def indexer_working_bytes(shape: ModelShape, batch: MicroBatchShape) -> int:
     """Return the temporary bytes of an indexer while it chooses keys: products of all heads for a block of queries.
 
-    If some layers have no indexer, the result also includes one boolean mask, which they read. A training step keeps such a mask
-    for each indexer whose keys a later layer reads; the others are not counted. Scores, which are summed over the heads, are not
-    counted either.
+    If some layers have no indexer, the result also includes one boolean mask, which these layers read. A training step keeps a
+    mask for each indexer whose keys a later layer reads, but the result includes only one mask. The result does not include the
+    scores, which are sums over the heads.
     """
     if not shape.indexer or batch.longest_sequence <= shape.indexer.topk:
         return 0
@@ -164,7 +164,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     keys = batch.key_rows
     saved: BytesByTensor = {}
     several_groups = shape.num_kv_heads // batch.tp > 1
-    is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # of the queries
+    is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # whether the queries are a copy, not a view
     reads_views = not several_groups if shape.projection_norms else shape.qk_norm
     if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q * (1 + shape.output_gate) + 2 * kv) * e
@@ -173,7 +173,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
         saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
     if shape.qk_norm:
         heads = (shape.num_heads + shape.num_kv_heads) // batch.tp
-        # If the input is a view, the bytes of the projection include it.
+        # If the input is a view, the bytes of the projection include this input.
         saved["query norm's input"] = s * q * e if is_copy else 0
         normalized = 0 if batch.kernels.fused_norm else s * (q + kv) * e
         saved["qk norm statistics"] = s * heads * STATISTIC_BYTES + normalized
@@ -196,9 +196,9 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
 def recurrent_bytes(
     shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> BytesByTensor:
-    """Return the bytes that a recurrent layer saves for its recurrence. They include the norm before it.
+    """Return the bytes that a recurrent layer saves for its recurrence. They include the norm before the recurrence.
 
-    parallel.segment_recurrence computes all tokens of the pack, those of other context-parallel ranks included, in float32. The
+    parallel.segment_recurrence computes all tokens of the pack in float32, also the tokens of other context-parallel ranks. The
     estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
     """
     sizes = shape.recurrence
@@ -225,7 +225,7 @@ def recurrent_bytes(
 def _delta_rule_bytes(
     sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int
 ) -> BytesByTensor:
-    """Return the bytes of the gated delta rule. `tokens`: of the pack. `heads`: value heads of this rank."""
+    """Return the bytes of the gated delta rule. `tokens`: number of tokens of the pack. `heads`: value heads of this rank."""
     keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
     return {
         "queries and keys": 3 * keys,  # queries, keys and normalized keys
@@ -240,12 +240,12 @@ def _delta_rule_bytes(
 
 
 def _mamba_bytes(sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int) -> BytesByTensor:
-    """Return the bytes of the recurrence of Mamba-2. `tokens`: of the pack. `heads`: heads of this rank."""
+    """Return the bytes of the recurrence of Mamba-2. `tokens`: number of tokens of the pack. `heads`: heads of this rank."""
     groups = sizes.key_heads // batch.tp
     keys, values = tokens * groups * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
     return {
         "chunks of queries and keys": 2 * keys,
-        # values, in chunks, times decays, outputs of the states, and a copy of the chunks by heads if groups have several heads
+        # values; values in chunks; values times decays; outputs of the states; if groups have several heads: a copy by heads
         "values": (4 + (heads > groups)) * values,
         # numbers before and after the softplus, decays to the end and from the start of a chunk
         "numbers of heads": 4 * tokens * heads * wide,
@@ -257,7 +257,7 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
     """Return the bytes that multi-head latent attention saves: compressed vectors and their up-projections."""
     e, s, r = batch.itemsize, batch.tokens, batch.rows
     heads = shape.num_heads // batch.tp
-    # The recomputation needs the compressed vectors themselves.
+    # The recomputation needs the compressed vectors without FP8.
     input_bytes = replace(batch, fp8="").input_bytes if "mla_up_proj" in recomputed else batch.input_bytes
     saved: BytesByTensor = {}
     if shape.q_lora:
@@ -367,16 +367,17 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
 
 
 def mtp_bytes(shape: ModelShape, batch: MicroBatchShape, recompute: Recompute) -> int:
-    """Return the bytes that the last stage saves for its MTP layers: their decoder layers, and the tensors around these.
+    """Return the bytes that the last stage saves for its MTP layers, inside and outside their decoder layers.
 
-    Around a decoder layer, these are the embeddings and their norm, the norm of the hidden states, both norms side by side, and
-    the last norm, whose output is stored side by side with the hidden states of the model. With full recomputation by `block`,
-    Megatron does not recompute MTP layers.
+    Outside its decoder layer, an MTP layer saves the tensors of three norms (of the embeddings, of the hidden states, and after
+    the decoder layer), and the concatenated outputs of the first two norms. Megatron concatenates the outputs of all MTP layers
+    with the hidden states of the model. With full recomputation by `block`, Megatron does not recompute MTP layers.
     """
     if not shape.mtp_layers:
         return 0
     hidden = batch.rows * shape.hidden * batch.itemsize
-    outputs = (2 * shape.mtp_layers + 1) * hidden  # of the last norms, and their concatenation
+    # Outputs of the MTP layers, and their concatenation with the hidden states of the model.
+    outputs = (2 * shape.mtp_layers + 1) * hidden
     if recompute.granularity == "full" and recompute.method == "uniform":
         return 2 * shape.mtp_layers * hidden + outputs
     modules = recompute.modules if recompute.granularity == "selective" else frozenset()

@@ -142,8 +142,8 @@ def adapter_slot_bytes(
     """Return the bytes of one slot for LoRA adapters on one engine rank.
 
     `matrices`: names of the adapted matrices, such as q_proj. SGLang (0.5.23, LoRAMemoryPool) has A and B of each fused linear
-    layer in every layer of the model. A has the rows of all matrices of the fused layer, also of those without adapters. If the
-    layer is split by output rows, every rank has the whole A.
+    layer in every layer of the model. A has the rows of all matrices of the fused layer, even of matrices without adapters. If
+    the layer is split by output rows, every rank has the whole A.
     """
     tp, hidden = topology.tp, shape.hidden
     qkv = (shape.num_heads // tp + 2 * _kv_heads(shape, topology)) * shape.head_dim

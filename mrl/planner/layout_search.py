@@ -46,8 +46,9 @@ def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSetting
 
     `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
-    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync, and
-    plan.reserve_gb for each of two processes. It does so even if the trainers do not share their GPUs with engines.
+    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync.
+    `cluster.memory_bytes` already excludes plan.reserve_gb for a trainer rank and for an engine rank, even if they do not share a
+    GPU.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
@@ -139,10 +140,10 @@ class RunCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, the number of evaluated trainer layouts, and the reasons for which choices were excluded."""
+    """The best candidates, the number of evaluated trainer layouts, and the reasons why choices were excluded."""
 
     # Fastest first. The candidates differ in `placement_and_layout`. If there are too few such candidates, the list also has
-    # candidates that differ from the others only in `kind`.
+    # candidates with the same `placement_and_layout` as another one, but with another mode, engine_tp or vpp.
     best: list[RunCandidate]
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
@@ -251,7 +252,8 @@ class LayoutSearch:
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
         """Return the numbers of replicas to evaluate.
 
-        Each replica must have at least one response of a mini-batch. On more than one node, the replicas must fill whole nodes.
+        Each replica must have at least one response of a mini-batch, except that `replica_multiple` replicas are always allowed.
+        On more than one node, the replicas must fill whole nodes.
         """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches
@@ -359,7 +361,7 @@ class LayoutSearch:
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
     def parts(self, candidate: RunCandidate) -> dict[str, float]:
-        """Return part of a step -> seconds. The parts are the PARTS of training, and rollout, push and switch."""
+        """Return the seconds of each part of a step: of the PARTS of training, and of rollout, push and switch."""
         trainers = candidate.trainers
         trainer_parts = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
         others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)

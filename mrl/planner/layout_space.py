@@ -177,7 +177,7 @@ class LayoutSpace:
             for pp, vpp, last in self._pipeline_sizes():
                 if self._features > -(
                     -self.shape.num_layers // (pp * vpp)
-                ):  # an uneven layout has fewer in the last stage
+                ):  # in an uneven layout, the last stage has fewer layers
                     self.excluded["features of the vision tower for several pipeline stages"] += 1
                     continue
                 if not all(self.arch.indexer_layers[:: -(-self.shape.num_layers // (pp * vpp))]):
@@ -193,7 +193,7 @@ class LayoutSpace:
 
     @property
     def _features(self) -> int:
-        """Number of first layers that get features of the vision tower. They must be in the first stage."""
+        """Number of layers that get features of the vision tower. These first layers of the model must be in the first stage."""
         return self.arch.vision.num_features if self.arch.vision else 0
 
     def engine_tps(self) -> list[int]:

@@ -16,7 +16,7 @@ NUMBERS_PER_SCALE_BYTE = 32
 class Kernels:
     """Properties of a machine's kernels. These properties determine which tensors are saved."""
 
-    fused_norm: bool = True  # a norm saves only its input; torch on a CPU saves the normalized values too
+    fused_norm: bool = True  # a norm saves only its input; torch on a CPU also saves the normalized values
     fused_mlp: bool = True  # one kernel computes the gated activation, and saves only its input
     grouped_attention: bool = True  # one kernel call handles all sequences, without copies of keys for each query head
 
@@ -103,7 +103,7 @@ class MicroBatchShape:
 
     @property
     def pairs(self) -> int:
-        """Largest number of pairs of a query on this rank and a key that the attention calls read (AttentionCall).
+        """Largest number of pairs (query of this rank, key) that the attention calls of this rank read (AttentionCall).
 
         As in `key_rows`, the queries of a rank read (2 cp + 1) / (4 cp) of the keys of their sequence, on average.
         """

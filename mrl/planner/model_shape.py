@@ -327,7 +327,7 @@ class ModelShape:
     def layer_weights(self, moe: bool) -> float:
         """Return the number of weights of one layer with or without experts, but without routed experts.
 
-        Layers with different blocks have different numbers of weights, so this is the mean of the model's layers.
+        Layers with different blocks have different numbers of weights, so the result is a mean over the layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
         """
         return self._layer_weights[moe]

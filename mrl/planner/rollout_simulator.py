@@ -58,7 +58,7 @@ class RolloutSetup:
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the first T groups of G responses that a run draws, in order. Later groups are random draws from these T."""
+    """Lengths of the first T groups of G responses that a run draws, in order. Later groups are random draws from the first T."""
 
     responses: NDArray[np.int64]  # [T, G] tokens of each response
     prompts: NDArray[np.int64]  # [T] tokens of each prompt

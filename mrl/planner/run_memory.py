@@ -351,7 +351,7 @@ def _gpu_phases(
 
 
 def _server_parts(config: Config, servers: list[str], engine: EngineRankMemory | None, limit: int) -> dict[str, int]:
-    """Return kind of memory -> bytes on a GPU, for the SGLang servers of these roles. `limit`: memory of the GPU."""
+    """Return the bytes of each kind of memory on a GPU, for the SGLang servers of these roles. `limit`: memory of the GPU."""
     parts: dict[str, int] = {}
     for role in servers:
         if role == "engines":
@@ -417,8 +417,8 @@ def _host_memory(
 def _pixel_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
     """Return the host memory of pixel values on a node with `ranks` actor ranks, as if all tokens of prompts were image tokens.
 
-    Pixel values are float32. Ray's object store has those of each prompt once. Each rank has those of its replica's share of a
-    step.
+    Pixel values are float32. Ray's object store has the pixel values of each prompt once. Each rank has the pixel values of its
+    replica's share of the prompts of a step.
     """
     if (tower := actor.shape.tower) is None:
         return 0
@@ -428,7 +428,7 @@ def _pixel_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
 
 
 def _trained_weight_bytes(rank: TrainerRankMemory, settings: TrainerSettings) -> int:
-    """Return the bytes of the weights that the reference replaces. With LoRA, these are only the adapters."""
+    """Return the bytes of the weights that the reference overwrites on the GPU. With LoRA, these are only the adapters."""
     if settings.adapters is None:
         return rank.state.weights
     return rank.state.gradients // settings.gradient_bytes * settings.itemsize

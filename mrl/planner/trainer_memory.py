@@ -54,7 +54,7 @@ class TrainerSettings:
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
     kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
-    adapters: ModelShape | None = None  # LoRA adapters, which are then all that is trained
+    adapters: ModelShape | None = None  # LoRA adapters, which are trained in place of the model; None: no adapters
     image_fraction: float = (
         0.0  # largest fraction of the tokens of a pack that are image tokens, if the model reads images
     )
@@ -108,7 +108,7 @@ class TrainerRankMemory:
         return self.weights + self.merged + self.buckets
 
     def phases(self) -> dict[str, int]:
-        """Return phase of a step -> bytes, if no other role shares the GPU."""
+        """Return the bytes in each phase of a step, if no other role shares the GPU."""
         weight_sync = self.state.total + self.fp8 + self.merged + self.buckets
         return dict(update=self.update, score=self.score, weight_sync=weight_sync)
 
@@ -131,7 +131,7 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
     batch = _micro_batch(dims, settings, settings.max_tokens, settings.keys_per_token)
     if (
         settings.trains_weights
-    ):  # a matrix that is not trained saves no input, and adapters save theirs in settings.itemsize
+    ):  # a matrix that is not trained saves no input, and adapters save their inputs without FP8
         batch = replace(batch, fp8=settings.fp8)
     forward_batch = _micro_batch(
         dims,
@@ -208,10 +208,10 @@ def _rank_memory(
 def _fp8_bytes(
     shape: ModelShape, dims: ParallelDims, kinds_by_stage: tuple[tuple[LayerKind, ...], ...], recipe: str, trained: bool
 ) -> int:
-    """Return the bytes of copies of weights in FP8. A trained matrix has one for the forward and one for the backward pass.
+    """Return the bytes of copies of weights in FP8.
 
-    A matrix that is not trained has one copy. Scales are counted only for mxfp8. The scales of other recipes have less than a
-    thousandth of the bytes of the copies.
+    A trained matrix has one copy for the forward pass and one copy for the backward pass. Other matrices have one copy. Scales
+    are counted only for mxfp8. The scales of other recipes have less than a thousandth of the bytes of the copies.
     """
     in_layers = [p for p in shape.parameters if p.location in ("layer", "expert")]
     matrices = [p for p in in_layers if ".linear_" in p.name and p.name.endswith(".weight")]
@@ -230,8 +230,9 @@ def _fp8_bytes(
 def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, itemsize: int) -> int:
     """Return the largest number of bytes that a sender needs for the merged weight of one linear layer.
 
-    Three tensors exist at a time: the merged weight, its Hugging Face matrices, and those of the linear layer before. While the
-    sum is computed in float32, there are four more tensors, with a limited number of elements.
+    Three tensors exist at a time: the merged weight, its Hugging Face matrices, and the Hugging Face matrices of the previous
+    linear layer. While W + (alpha / rank) B A is computed in float32, there are four more tensors, with a limited number of
+    elements.
     """
     adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
     shards = [
@@ -259,8 +260,9 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
     The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp forward passes for each
     micro-batch. It runs 2 (pp - stage - 1) + (vpp - 1) pp forward passes before the first pair of a forward and a backward pass.
-    The forward pass of this pair adds one. A pass computes L / (pp vpp) layers, where L is the number of layers of the model. So
-    the first stage saves the activations of L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section 4.2.3).
+    The forward pass of this pair is one more pass in flight. A pass computes L / (pp vpp) layers, where L is the number of layers
+    of the model. So the first stage saves the activations of L (1 + (pp - 1) / (pp vpp)) layers (Korthikanti et al. 2022, section
+    4.2.3).
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage
@@ -374,4 +376,4 @@ def _distillation_bytes(
     backward = max(divergence, sampled) if settings.sampled_gradient else divergence
     if len(settings.teacher_hidden) + settings.sampled_gradient > 1:  # two gradients and their sum
         backward = max(backward, 2 * weight_gradient) + weight_gradient + hidden_gradient
-    return teachers + max(3 * chunk, backward)  # the forward pass computes log-probabilities and entropies, too
+    return teachers + max(3 * chunk, backward)  # the forward pass also computes log-probabilities and entropies

@@ -233,7 +233,7 @@ def _parameter_sizes(
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return, for each parameter of the final norm, the head and the MTP layers without experts, its number of elements.
+    """Return the number of elements of each parameter of the final norm, the head and the MTP layers, except for experts.
 
     If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
     embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.
@@ -250,7 +250,7 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 def _mtp_sizes(shape: ModelShape, ranks: int, location: str, layers: int | None = None) -> list[int]:
     """Return the number of elements of each parameter of `layers` MTP layers (None: all) at this location.
 
-    `ranks`: number of tensor-parallel ranks, for experts of expert-tensor-parallel ranks.
+    `ranks`: number of tensor-parallel ranks, or of expert-tensor-parallel ranks if the location is "expert".
     """
     one_layer = [p.shard_numel(ranks) for p in shape.mtp_parameters if p.location == location]
     return one_layer * (shape.mtp_layers if layers is None else layers)
@@ -310,7 +310,7 @@ def _padded_numel(parameters: list[ParameterShape], ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _embedding_and_head_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
-    """Return the number of elements in flat buffers: (of the embedding, of the final norm and the head).
+    """Return the number of elements in flat buffers: (of the parameters before the layers, of the parameters of `_last_sizes`).
 
     `one_stage`: the embedding and the head are on the same virtual stage.
     """

@@ -133,7 +133,7 @@ class TrainerTime:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
         `dense`: number of dense layers of the stage. `moe`: number of layers of the stage that have experts. `is_last`: the
-        stage has the output layer, and `mtp` MTP layers, which `dense` and `moe` contain.
+        stage has the output layer, and `mtp` MTP layers, which `dense` and `moe` include in their counts.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
@@ -146,7 +146,7 @@ class TrainerTime:
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
-        # fractions of the layers
+        # fractions of the layers that have attention, and that are recurrent
         attention, recurrent = (n / shape.num_layers for n in (shape.num_attention_layers, shape.num_recurrent_layers))
         rule, gathered = (shape.recurrence.rule_macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
         width = attention * shape.gathered_kv_width + recurrent * gathered

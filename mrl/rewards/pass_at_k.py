@@ -1,4 +1,4 @@
-"""Estimators of pass@k and maj@k from n responses to a prompt, some of them correct. maj@k also uses their answers."""
+"""Estimators of pass@k and maj@k from n responses to a prompt and their correctness. maj@k also uses the responses' answers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ MAX_SAMPLES = 1000
 """Largest number of responses to a prompt. From 1030 responses on, binomial coefficients overflow float64."""
 
 # The suffix of an array's name gives its axes: y is a node of the quadrature, m is a number of drawn responses, d is a number of
-# drawn responses that have one answer, and j is a number of answers of one size.
+# drawn responses that have the same answer, and j is a number of answers of the same size.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -83,7 +83,7 @@ def _ways_of_other_answers(
     Suppose that an answer of this size gets `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not
     have this answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes in one
     of these ways, the way counts as 1 / (t + 1) instead of 1, because 1 / (t + 1) is the probability that this answer wins the
-    tie. This number is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y,
+    tie. 1 / (t + 1) is the integral of y**t over y from 0 to 1. So each tied answer contributes a factor y to a polynomial in y,
     which Gauss-Legendre quadrature integrates exactly.
     """
     # Size -> count of the answers of this size that can get `votes` votes.

@@ -98,7 +98,7 @@ class HttpService:
         return {"Authorization": f"Bearer {engine_key_from(self.api_key_env)}"} if self.api_key_env else {}
 
     def _url(self, path: str, number: int) -> str:
-        """Return the URL for attempt `number`. Each next attempt goes to the next server of a role."""
+        """Return the URL for attempt `number`. With `role`, consecutive attempts go to different servers if there are several."""
         if not self.role:
             return self.url.rstrip("/") + path
         if not (urls := _SERVERS.get(self.role)):
@@ -174,7 +174,7 @@ class Judge(HttpService):
     and for low >= high.
     """
 
-    in_process: ClassVar[bool] = True  # it only waits for the network
+    in_process: ClassVar[bool] = True  # the reward only waits for the network
 
     model: str = ""  # name of the model on the server; not needed for a model of the key `roles`
     template: str = JUDGE_TEMPLATE  # message to the judge; {prompt}, {response} and {ground_truth} are replaced
@@ -250,7 +250,7 @@ class RewardModel(HttpService):
     Raises ValueError if `tokenizer` is not a folder with tokenizer.json and a chat template.
     """
 
-    in_process: ClassVar[bool] = True  # it only waits for the network
+    in_process: ClassVar[bool] = True  # the reward only waits for the network
 
     tokenizer: str  # Hugging Face folder of the reward model, with tokenizer and chat template
     scale: float = 1.0  # the output of the model is multiplied by this factor

@@ -54,7 +54,7 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # reward of each assistant turn; their sum is `value`
-    # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource sets terms too.
+    # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource also sets terms.
     terms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -72,7 +72,7 @@ class Score:
 
 
 class Reward(Protocol):
-    """Interface of a reward. `reward._target_` may name any callable of this form. It may be a coroutine function.
+    """Interface of a reward. `reward._target_` may name any callable of this form, including a coroutine function.
 
     By default, the reward is called in a worker process with a time limit, and one call gets all responses of a batch.
     All responses to one prompt are adjacent. If this call raises, hangs or crashes, the reward is called again, once for each
@@ -170,7 +170,7 @@ Calls = list[tuple[Reward, list[Response]]]
 
 
 class CombinedReward(ABC):
-    """A reward that consists of other rewards: its inner rewards, which may be combined rewards too.
+    """A reward that consists of other rewards, its inner rewards. An inner reward may itself be a combined reward.
 
     A Scorer does not call a combined reward itself. It calls all inner rewards at the same time, each in the way that its
     attributes declare (see Reward), and combines the scores.
@@ -199,7 +199,7 @@ class CombinedReward(ABC):
         """Return why some score cannot have a part called `name`, or "" if every score may have it."""
 
     def unscored_reason(self, response: Response) -> str:
-        """Return why no inner reward scores a response, or "" if one does."""
+        """Return why no inner reward scores a response, or "" if an inner reward scores it."""
         return ""
 
     def score(self, responses: list[Response], run: Callable[[Calls], list[list[Score]]]) -> list[Score]:
@@ -224,7 +224,7 @@ class CombinedReward(ABC):
 
 
 def single_rewards(reward: Reward, response: Response | None = None) -> Iterator[Reward]:
-    """Yield the rewards inside a combined reward, also inside nested ones. If `reward` is not a combined reward, yield it.
+    """Yield the rewards inside a combined reward at every depth. If `reward` is not a combined reward, yield only `reward`.
 
     With `response`, yield only the rewards that score this response.
     """
@@ -239,7 +239,10 @@ def single_rewards(reward: Reward, response: Response | None = None) -> Iterator
 
 
 def unscored_reason(reward: Reward, response: Response) -> str:
-    """Return why no inner reward of a combined reward scores a response, or "" if one does or if `reward` is not combined."""
+    """Return why no inner reward of a combined reward scores a response.
+
+    Returns "" if an inner reward scores the response, or if `reward` is not a combined reward.
+    """
     if not isinstance(reward, CombinedReward):
         return ""
     inner = (reward.inner_rewards[key] for key, indices in reward.assign([response]).items() if indices)

@@ -302,8 +302,8 @@ class Overlong:
 class Repetition:
     """Gives minus the fraction of repeated word n-grams: 0 if all n-grams differ, near -1 if the text repeats itself.
 
-    Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs) define such a penalty per token. Here it is
-    one number per response.
+    Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs) define such a penalty for each token. This class
+    gives one number for each response.
 
     Raises ValueError if `ngram` is below 1.
     """

@@ -42,7 +42,7 @@ Reason = Literal[
     "too much output",
     "too many threads",
     "too much on disk",  # too many bytes or too many files
-    "killed",  # ended by a signal of another sender, for example after a crash or when the machine is out of memory
+    "killed",  # ended by a signal that this module did not send, for example after a crash or when memory ran out
 ]
 _CHECK_INTERVAL_S = 0.02  # seconds between two checks of the limits
 _PF_EXITING = 0x4  # flag of an exiting thread in /proc/PID/stat

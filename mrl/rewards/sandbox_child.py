@@ -92,7 +92,7 @@ def restrict_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Lower the soft and hard limits of resources. `limits`: NAME of RLIMIT_NAME -> limit. A limit that is lower already stays.
+    """Lower the soft and hard limits of resources. `limits`: NAME of RLIMIT_NAME -> limit. Limits that are already lower stay.
 
     The limit of core dumps is 1 byte. With any other limit, even 0, the kernel may start a program that handles core dumps.
     """
@@ -159,7 +159,7 @@ def main() -> None:
     with open(config["source_fd"], encoding="utf-8") as file:
         source = file.read()
     sys.argv, sys.path = ["program.py"], sys.path + config["path"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally the module `site` sets them, but -S disables it
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site` would set them, but -S disables `site`
     sys.excepthook = _excepthook(source)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(source, "program.py", "exec"), module.__dict__)

@@ -46,7 +46,7 @@ FIRST_UNKNOWN = 424
 """From this number on, both architectures use the same numbers, and calls that are not listed fail with ENOSYS. Programs then
 use older calls: for example, the C library creates threads with clone instead of clone3."""
 
-OWN_PID = -1  # placeholder in a rule for the process id of the program, which is unknown before the process starts
+OWN_PID = -1  # stands in RULES for the program's own process id, which is unknown before the process starts
 _ALL = 0xFFFFFFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, os.O_NONBLOCK | os.O_CLOEXEC
 _MAP_HUGETLB = 0x40000
@@ -78,7 +78,7 @@ _MADVISE = (
     15,
     102,
     103,
-)  # access patterns, DONTNEED, FREE, huge pages, guard pages; neither COLD nor PAGEOUT
+)  # hints, DONTNEED, FREE, huge pages, guard pages; not COLD and PAGEOUT, which evict pages of the page cache
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class SeccompProgram:
     """A BPF program as an array of `struct sock_filter`, in which the process id is still missing."""
 
     code: bytes
-    own_pid_offsets: tuple[int, ...]  # offsets in `code` at which the child writes its own process id, as 4 bytes
+    own_pid_offsets: tuple[int, ...]  # offsets in `code` at which the sandboxed process writes its process id (4 bytes)
 
     @classmethod
     def of(cls, instructions: list[tuple[int, int, int, int]]) -> "SeccompProgram":
@@ -151,7 +151,7 @@ class SeccompProgram:
 
 
 def numbers_of(table: str, column: int) -> dict[str, int]:
-    """Return name -> number of the calls in a table. `column` is 0 for x86_64, and 1 for aarch64."""
+    """Return a dict from a table: name of a call -> its system call number. `column` is 0 for x86_64, and 1 for aarch64."""
     entries = [entry.split()[-3:] for entry in table.replace(",\n", ",").replace("\n", ",").split(",") if entry.strip()]
     return {entry[0]: int(entry[1 + column]) for entry in entries if entry[1 + column] != "-"}
 

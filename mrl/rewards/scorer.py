@@ -278,7 +278,7 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the worker processes now, so that the first call does not wait for them. Rewards with `in_process` need none."""
+        """Start the worker processes now, so that the first call does not wait. `in_process` rewards need no worker processes."""
         if self._pool:
             self._pool.start()
 
@@ -409,8 +409,8 @@ def _group_by_key(indices: list[int], key: BatchBy) -> list[tuple[int, ...]]:
 def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchBy]:
     """Yield the keys in the order in which they are tried.
 
-    They give one batch, one batch per prompt, and one batch per response. `per_sample` omits the first two, `whole_groups` the
-    last.
+    The first key gives one batch, the second key one batch per prompt, and the third key one batch per response. With
+    `per_sample`, there is only the third key. With `whole_groups`, there are only the first two keys.
     """
     if not _declares(reward, "per_sample"):
         yield lambda index: None

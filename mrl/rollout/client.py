@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server, and the event loop in a thread in which many requests run.
+"""HTTP client of one SGLang server, and an event loop in its own thread, which runs many requests at the same time.
 
 The client sends token ids, and receives token ids and log-probabilities.
 """
@@ -116,7 +116,8 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy sampling
-    top_p: float = 1.0  # sample only from the most likely tokens whose probabilities add up to at least top_p
+    # Sample only from the smallest set of most likely tokens whose probabilities add up to top_p or more.
+    top_p: float = 1.0
     top_k: int = -1  # sample only from the top_k most likely tokens; -1 allows all tokens
     min_p: float = 0.0  # sample only tokens whose probability is at least min_p times the largest probability
     repetition_penalty: float = 1.0  # a value above 1 lowers the probability of each token that has already occurred
@@ -205,7 +206,7 @@ class EngineClient(EngineControl):
     """HTTP client of one server: samples, and sends the control requests of EngineControl. Several threads may share a client."""
 
     adapter: str | None = None
-    """LoRA adapters that further requests use, by the name under which the server has loaded them. None: no adapters."""
+    """Name under which the server has loaded the LoRA adapters that further requests use. None: no adapters."""
 
     def generate(
         self,
@@ -227,7 +228,7 @@ class EngineClient(EngineControl):
             logprobs: whether to return the log-probabilities of the sampled tokens.
             routed_experts: whether to return the experts of each token. The model must then be a mixture of experts, and the
                 server must have been started with `enable_return_routed_experts`.
-            images: images of each prompt, or nothing if no prompt has images.
+            images: images of each prompt; empty if no prompt has images.
 
         Returns:
             The completions in the order of the prompts.
@@ -383,7 +384,7 @@ class EngineClient(EngineControl):
     ) -> Completion:
         """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
-        # The request keeps its adapters, although the server's version may have changed meanwhile.
+        # A running request keeps its adapters, even if the server reports a newer weight version in the meantime.
         if adapter is not None:
             info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first

@@ -123,7 +123,7 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: in all, at the last `take_metrics`
 
     @property
     def paused(self) -> bool:
@@ -189,7 +189,7 @@ class EnginePool:
         return self.wait_ready(timeout_s)
 
     def open_session(self) -> StickySession:
-        """Open a session with the engine that `_least_busy` returns. Raises NoEngineError if none is in service."""
+        """Open a session with the engine that `_least_busy` returns. Raises NoEngineError if no engine is in service."""
         return StickySession(self._least_busy())
 
     async def generate(
@@ -243,7 +243,7 @@ class EnginePool:
     def _retrying(self) -> AsyncRetrying:
         """Calls a coroutine function again if it raises EngineFaultError.
 
-        After `fault_tolerance.max_response_attempts` calls in all, it raises EngineError.
+        Raises EngineError if `fault_tolerance.max_response_attempts` calls, including the first, have failed.
         """
         max_attempts = self.spec.fault_tolerance.max_response_attempts
 

@@ -101,7 +101,7 @@ class RolloutWorkerHandle:
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def begin_step(self, step: int) -> None:
-        """Tell the worker, for its timeline, that step `step`, from 1, begins. Does not wait for the worker."""
+        """Tell the worker, for its timeline, which step begins. The first step is 1. Does not wait for the worker."""
         self.actor.begin_step.remote(step)
 
     def record_paused(self, paused: bool) -> None:
@@ -262,7 +262,7 @@ class RolloutManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a state that `state_dict` returned. Running requests are cancelled.
 
-        The completions of untrained requests that rollout_log.CompletionCache holds are used again.
+        The completions of untrained requests are used again, if rollout_log.CompletionCache holds them.
         """
         self._step, self._num_drawn = state["step"], state["drawn"]
         self._untrained = tuple(map(tuple, state["waiting"]))

@@ -1,4 +1,4 @@
-"""Metrics of scored responses: of the groups on which a step trains, and of the responses to held-out prompts.
+"""Metrics of scored responses: of the groups that were sampled for a step, and of the responses to held-out prompts.
 
 The module chooses the sampled groups on which a step trains, computes their metrics, and measures the bias towards short
 responses. For the evaluation on held-out prompts, it describes how each held-out set is sampled.
@@ -82,7 +82,7 @@ class SampledStep:
             )
 
     def metrics(self, source_name: Callable[[int], str | None] = lambda row: None) -> dict[str, float]:
-        """Return the metrics of the step. They describe all sampled responses, also those of rejected groups.
+        """Return the metrics of the step. They describe all sampled responses, including those of rejected groups.
 
         `source_name`: row of the data set -> name of its data source in metrics; None: the data source has no metrics of its
         own.

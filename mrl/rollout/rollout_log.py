@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import struct
+import threading
 import uuid
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,8 +65,8 @@ class RolloutLog:
     def put(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
         """Write the groups of a step, and return the groups on which the step must train.
 
-        If the log has the step with the same prompts already, these are the groups in the log. Otherwise they are `groups`. If
-        the file cannot be written, a warning is logged and the run continues.
+        If the log already has the step with the same prompts, returns the groups in the log. Otherwise, returns `groups`. If the
+        file cannot be written, a warning is logged and the run continues.
         """
         content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
@@ -140,6 +141,8 @@ class CompletionCache:
     Each turn of a multi-turn response is one completion. There is one file per process and step. A file is a sequence of
     records: length, hash, compressed content. A damaged or truncated record is skipped with a warning. If the disk is full, a
     warning is logged and the run continues.
+
+    The thread of the engines' requests calls `put` while other threads call the other methods, so a lock guards the file.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
@@ -147,21 +150,24 @@ class CompletionCache:
         self._folder, self._step = folder, step
         self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
+        self._file_lock = threading.Lock()
         self._write_failed = False
         self.read()
 
     def read(self) -> None:
         """Read all files, including those of this process, so that `get` finds their completions."""
-        self._completions = {}
+        completions: dict[int, dict[str, Completion]] = {}
         for step, path in self._paths():
-            self._completions.setdefault(step, {}).update(_read_records(path, step))
+            completions.setdefault(step, {}).update(_read_records(path, step))
+        self._completions = completions
 
     def begin_step(self, step: int) -> None:
         """Let all later completions belong to `step`."""
-        if step != self._step and self._file is not None:
-            self._file.close()
-            self._file = None
-        self._step = step
+        with self._file_lock:
+            if step != self._step and self._file is not None:
+                self._file.close()
+                self._file = None
+            self._step = step
 
     def __len__(self) -> int:
         return sum(map(len, self._completions.values()))
@@ -181,14 +187,18 @@ class CompletionCache:
         content = msgspec.msgpack.encode(found, enc_hook=_to_plain)
         frame = zstandard.compress(content, ZSTD_LEVEL)
         try:
-            if self._file is None:
-                name = f"step_{self._step:06d}-{uuid.uuid4().hex[:8]}{_CACHE_SUFFIX}"
-                self._file = (self._folder / name).open("ab", buffering=0)
-            if not self._write_failed:
-                self._file.write(_RECORD_LENGTH.pack(len(frame)) + _digest(frame, self._step) + frame)
+            with self._file_lock:
+                self._append(frame)
         except OSError as error:
             self._write_failed = True  # the last record may be truncated; a reader would not find records after it
             logger.warning("completions are no longer cached on disk: %s", error)
+
+    def _append(self, frame: bytes) -> None:
+        if self._file is None:
+            name = f"step_{self._step:06d}-{uuid.uuid4().hex[:8]}{_CACHE_SUFFIX}"
+            self._file = (self._folder / name).open("ab", buffering=0)
+        if not self._write_failed:
+            self._file.write(_RECORD_LENGTH.pack(len(frame)) + _digest(frame, self._step) + frame)
 
     def discard(self, before_step: int) -> None:
         """Delete the completions of steps before `before_step`, because no later step needs the groups of these steps."""
@@ -367,7 +377,7 @@ def _ground_truth_text(value: Any) -> str | None:
 def _token_lists(trajectory: Trajectory, data: PromptDataset, columns: Mapping[str, Column]) -> dict[str, Any]:
     """Return the fields of TextSample that are lists with one entry for each kept token, and the field `omitted_tokens`.
 
-    Of a response with more than MAX_TOKENS tokens, the first MAX_TOKENS // 2 and the last MAX_TOKENS // 2 tokens are kept.
+    If a response has more than MAX_TOKENS tokens, only the first MAX_TOKENS // 2 and the last MAX_TOKENS // 2 tokens are kept.
     """
     total = len(trajectory.token_ids)
     kept = list(range(total))

@@ -26,7 +26,7 @@ from parallel.trainer_config import MIN_REST_PROB
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 2.0  # seconds between two checks whether the servers run
-CONTROL_TIMEOUT_S = 300.0  # deadline of one request that releases or allocates memory
+CONTROL_TIMEOUT_S = 300.0  # deadline of a request that releases or allocates memory, and of the wait for new servers
 MEMORY_TAGS: list[MemoryTag] = ["kv_cache", "weights", "cuda_graph"]
 
 
@@ -92,7 +92,7 @@ class ServedModels:
                     logger.exception("the servers of roles.%s could not be checked or replaced", name)
 
     def _check_servers(self, name: str, servers: EngineServers) -> None:
-        """Replace the servers of a model that have ended, and wait for new servers that rewards do not know yet.
+        """Replace the servers of a model that have ended, and wait for new servers whose URLs the rewards do not have yet.
 
         Does nothing while the model is offloaded, because trainers use its devices.
         """
@@ -135,7 +135,7 @@ class ServedModels:
         self._wait_and_announce(name, servers)
 
     def offload(self, name: str) -> None:
-        """Release the device memory of a model. Its weights stay on the host. Does nothing if it is offloaded."""
+        """Release the device memory of a model. Its weights stay on the host. Does nothing if the model is offloaded already."""
         with self._lock:
             if name not in self._released:
                 urls = [url for url in self._servers[name].urls if url in self._announced[name]]
@@ -143,7 +143,7 @@ class ServedModels:
                 self._released[name] = urls
 
     def load(self, name: str) -> None:
-        """Load an offloaded model to its devices again. Does nothing if it is loaded."""
+        """Load an offloaded model to its devices again. Does nothing if the model is loaded already."""
         with self._lock:
             if name in self._released:
                 _control(self._released[name], lambda server: (server.resume_memory(MEMORY_TAGS), server.resume()))

@@ -102,7 +102,7 @@ class RolloutSpec:
     model_path: str  # Hugging Face folder: architecture, tokenizer, and the model weights that engines start with
     run_dir: str  # run directory, to which logs and recorded steps are written
     train: PromptDataset  # training prompts
-    test: PromptDataset | None  # held-out prompts, which are only evaluated
+    test: PromptDataset | None  # held-out prompts, on which the run evaluates the policy but never trains
     reward: Reward  # scores the responses
     advantage_pipeline: AdvantagePipeline  # computes the advantages from the rewards
     rollout_filter: RolloutFilter | None  # decides on which groups steps train; None: on all groups

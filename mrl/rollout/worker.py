@@ -242,8 +242,8 @@ class RolloutWorker:
         """Cancel all running requests, and continue from the state before `step`. The next call must be `sample`.
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
-        (serial number, row, min_weight_version, size). The completions of these requests that rollout_log.CompletionCache holds
-        are used again. A request without size asks for rollout.responses_per_prompt responses.
+        (serial number, row, min_weight_version, size). The completions of these requests are used again, if
+        rollout_log.CompletionCache holds them. A request without size asks for rollout.responses_per_prompt responses.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()

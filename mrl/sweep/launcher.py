@@ -109,7 +109,7 @@ class PointLauncher(Launcher):
         """Return (the overrides that all points share, the overrides of each point).
 
         Drops `run.dir`, because each point has its own run directory. Also drops `resume=never`, because a point must be able to
-        resume. The command has already checked `resume=never`.
+        resume. With `resume=never`, the command has already checked that the folder contains no sweep.
         """
         jobs = [
             [
@@ -147,7 +147,7 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
         folder: folder of the sweep.
         fixed: overrides that all points share.
         points: overrides of each point.
-        first: index of the first point in `points`. The sweep keeps its points with smaller indices.
+        first: index, in the sweep, of points[0]. The sweep keeps its points with smaller indices.
     """
     mistakes, nodes = [], [1]
     for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
@@ -174,9 +174,9 @@ def check_point(folder: Path, overrides: Sequence[str]) -> int:
 
 
 def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
-    """Return the sweep in `folder` with `points` added from index `first` on.
+    """Return the sweep in `folder`, with `points` as its points from index `first` on.
 
-    If the sweep in `folder` has more points than that, they stay. Raises ValueError if `folder` contains another sweep.
+    If the stored sweep has more points, the result is the stored sweep. Raises ValueError if `folder` contains another sweep.
     """
     stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
     earlier = stored.points[:first] if stored else ()
@@ -209,7 +209,7 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Runs points of a sweep that are not done yet, until all these points have ended or a signal arrives."""
+    """Runs some points of a sweep, without those that are already done, until all of them have ended or a signal arrives."""
 
     poll_s: float  # seconds between two polls
 

@@ -238,7 +238,8 @@ def _logged_values(path: Path, metric: str, count: int) -> list[float]:
 def last_message(folder: Path) -> str:
     """Return the log line that most likely explains why a point failed.
 
-    This is the last line that starts with `mrl: `. If there is none, it is the last line of the log.
+    The result is the last line that starts with `mrl: `, or the last line of the log if no line starts with `mrl: `. Lines with
+    NOISE_WORDS are ignored.
     """
     log = folder / "terminal.log"
     text = log.read_text(errors="replace") if log.exists() else ""

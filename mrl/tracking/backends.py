@@ -32,7 +32,7 @@ from parallel.durable_files import write_file
 logger = logging.getLogger(__name__)
 
 _ID_LENGTH = 12  # number of characters of a wandb run id before the hash at its end
-_BLOCK_BYTES, _CHUNK_HEADER_BYTES = 1 << 15, 7  # of an offline file of wandb
+_BLOCK_BYTES, _CHUNK_HEADER_BYTES = 1 << 15, 7  # sizes in an offline file of wandb
 _WHOLE, _FIRST, _LAST = 1, 2, 4  # kinds of chunks: a whole record, or its first or last part
 PACKAGES = {
     "wandb": ("wandb", "wandb"),
@@ -459,8 +459,8 @@ def _recorded_steps(file: Path) -> Iterator[int]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    parse = cast(Any, wandb_internal_pb2).Record.FromString  # of a generated class without types
-    data, record, position = file.read_bytes(), b"", _CHUNK_HEADER_BYTES  # the header of the file has the same length
+    parse = cast(Any, wandb_internal_pb2).Record.FromString  # the class is generated and has no types
+    data, record, position = file.read_bytes(), b"", _CHUNK_HEADER_BYTES  # the file header is as long as a chunk header
     while position + _CHUNK_HEADER_BYTES <= len(data):
         if (left := _BLOCK_BYTES - position % _BLOCK_BYTES) < _CHUNK_HEADER_BYTES:
             position += left  # padding

@@ -99,7 +99,7 @@ def one_response_text(advantage: str) -> str:
 
 
 def _is_solved(step: StepView) -> bool:
-    """Return whether all rewards of the step are equal, above the mean of the first steps, and not below any earlier mean."""
+    """Return whether all rewards of the step are equal, above the median of the first steps, and not below any earlier mean."""
     mean, first = step.value("reward/mean"), step.baseline("reward/mean")
     best = step.best.get("reward/mean", -math.inf)
     is_best = mean > best or math.isclose(mean, best, abs_tol=1e-9)

@@ -129,7 +129,7 @@ class _CachedTail:
             return []
 
     def records(self, path: Path) -> list[dict[str, Any]]:
-        """Return the JSON objects in the lines of `lines`. Damaged lines are skipped."""
+        """Return the JSON objects in the lines that `lines` returns. Damaged lines are skipped."""
         found = []
         for line in self.lines(path):
             with suppress(orjson.JSONDecodeError):
@@ -175,7 +175,7 @@ class LiveRun:
         )
 
     def _num_steps(self, steps: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the number of steps: trainer.max_steps, or an estimate for trainer.epochs if that is less; None if unknown."""
+        """Return the number of steps: the minimum of trainer.max_steps and an estimate for trainer.epochs; None if unknown."""
         total, epochs = self._setting("trainer", "max_steps"), self._setting("trainer", "epochs")
         if not isinstance(total, int):
             return None
@@ -414,7 +414,7 @@ def _staleness(view: RunView) -> RenderableType:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character per value. Its height shows where the value is between the lowest and the highest value."""
+    """Return one block character per value. The block's height shows where the value is between the lowest and highest value."""
     low, width = min(values), max(values) - min(values)
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[round((value - low) / width * top) if width else top // 2] for value in values)

@@ -175,7 +175,7 @@ class _Row:
     open_ends: list[float]  # ends of the spans that may contain the next span, innermost last
 
     def add(self, span: Span) -> bool:
-        """Add a span if each span of the row that overlaps it also contains it. Returns whether the span was added."""
+        """Add a span if all spans of the row that overlap the new span also contain it. Returns whether the span was added."""
         while self.open_ends and self.open_ends[-1] <= span.start:
             self.open_ends.pop()
         if self.open_ends and span.end > self.open_ends[-1]:

@@ -64,7 +64,7 @@ class AdapterSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Load the current adapters into every engine, as weight version `version`. All ranks call this.
 
-        A request uses the new adapters only if it names them. Their name is `adapter` in the report. This method never pauses
+        A request uses the new adapters only if it names them. The report has their name (`adapter`). This method never pauses
         engines, so it treats offloaded engines, which are paused already, like all others.
         """
         return self._gather(lambda tensors: self._push(tensors, version)) or SyncReport()

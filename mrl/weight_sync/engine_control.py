@@ -28,7 +28,8 @@ WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 """Parts of an engine's GPU memory that can be released and allocated again.
 
-The contents of the KV cache and of the weights are lost when they are released. SGLang keeps a copy of CUDA graphs on the host.
+The contents of the KV cache are lost, and those of the weights, too, unless enable_weights_cpu_backup is set. SGLang keeps a copy
+of CUDA graphs on the host.
 """
 
 

@@ -269,7 +269,7 @@ class EngineLayout:
         return shards
 
     def _scale_shard(self, shard: EngineShard) -> EngineShard:
-        """Return the shard of the block scales of a matrix's shard. Raises ValueError if SGLang cannot store it in blocks."""
+        """Return the shard with the block scales of a part of a matrix. Raises ValueError if SGLang cannot store it in blocks."""
         try:
             box = block_box(shard.box, self._hf_shapes[shard.name])
             rows_before, num_columns = shard.start[-2], shard.box.sizes[1]

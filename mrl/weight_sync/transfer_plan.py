@@ -175,7 +175,7 @@ def trainer_shards(
 def scale_shards(
     trainer: Mapping[str, Sequence[TrainerShard]], rows: Iterable[ParamMapping], sizes: dict[str, int]
 ) -> dict[str, list[TrainerShard]]:
-    """Return the shards of the block scales of all quantized matrices, by name. A rank can compute the scales of its weights.
+    """Return name -> shards, for the block scales of each quantized matrix. A rank can compute the scales of its weights.
 
     Raises ValueError if the trainer's layout splits a block (models/conversion/fp8_blocks.py).
     """

@@ -268,8 +268,8 @@ class MegatronActor(MegatronModel):
     ) -> Any:
         """Return the output of `head`. If MTP layers compute, return (that output, log-probabilities of all their targets).
 
-        The log-probabilities have gradients with respect to the hidden states of the MTP layers only. They are those of
-        softmax(logits), without a temperature.
+        The log-probabilities have gradients with respect to the hidden states of the MTP layers only. They are
+        computed from softmax(logits), without a temperature.
         """
         if not micro.mtp:
             return head(hidden, output_layer, output_weight, micro)
@@ -375,11 +375,11 @@ def with_mtp_loss(
 
 
 def _loss_weights(per_token: Tensor, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the token weight of each token [local R], and the number of tokens whose loss is not finite, as a scalar.
+    """Return the token weight of each token [local R], and the number of broken tokens, as a scalar.
 
-    If the loss of a token is not finite although the model's output for this token is finite, the token gets the weight NaN. This
-    makes the gradient NaN, and the optimizer step raises NonFiniteGradientError. Raises ValueError if the loss does not depend on
-    the outputs.
+    A token is broken if its loss is not finite although the model's output for this token is finite. A broken token gets the
+    weight NaN. This makes the gradient NaN, and the optimizer step raises NonFiniteGradientError. Raises ValueError if the loss
+    does not depend on the outputs.
     """
     if outputs.requires_grad and not per_token.requires_grad:
         raise ValueError(

@@ -42,8 +42,8 @@ def trace_forward(
     of each row.
 
     `engine_routing` has the engine's routing weights [S, experts] at the places `layers.N.routing`. The experts then compute with
-    these weights, and not with the router's own ones. So a token that round-off routes to other experts still has the same hidden
-    states in all later layers. The recorded places `layers.N.routing` have the router's own weights.
+    these weights instead of the router's own weights. So the hidden states of later layers can be compared even if round-off
+    makes the router choose other experts for a token. The recorded places `layers.N.routing` have the router's own weights.
     """
     assert model.spec.dims.world_size == 1, "the trace needs whole tensors, so the layout must be one process"
     trace = ForwardTrace(model, engine_routing or {})

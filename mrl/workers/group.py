@@ -65,7 +65,8 @@ class ComputedColumns:
 
     columns: Mapping[str, list[Handle]]  # name -> for each replica, a handle to the values of the replica's rows
     seconds: float  # duration of the pass on the slowest rank
-    # teacher -> locations of the outputs that distillation reads. `of` does not know the teacher and uses the name "".
+    # teacher -> locations of the outputs that distillation reads. The classmethod `of` does not know the teacher, so it uses the
+    # key "".
     teachers: Mapping[str, Sequence[TeacherPart]] = field(default_factory=dict)
 
     @classmethod
@@ -207,10 +208,10 @@ class WorkerGroup:
     ) -> PendingCall[list[Any]]:
         """Call a method on `workers` (default: all ranks). The results are in the order of the ranks.
 
-        If the method takes batches, every rank receives the batches of all replicas, as one list behind a handle. All batches
-        refer to the same arrays, with one value for each response, so the list is little larger than one batch. If the method
-        needs the model on its devices, `before_device_use` first waits for running calls of other models on these devices,
-        offloads these models, and loads this model.
+        If the method takes batches, every rank gets a handle to one list with the batches of all replicas. The batches share
+        their arrays, so the list is only slightly larger than one batch. If the method needs the model on its devices,
+        `before_device_use` first waits for running calls of other models on these devices, offloads these models, and loads this
+        model.
         """
         name = method.__name__
         if must_be_loaded_first(method):

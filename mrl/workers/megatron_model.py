@@ -346,8 +346,8 @@ class MegatronModel:
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of all trained tensors as pairs (name of the Hugging Face tensor, whole gradient).
 
-        With LoRA, these are the adapters, by the names of PEFT. Call `accumulate_gradients(all_reduce=True)` first. All ranks
-        with `participates_in_export` must iterate to the end.
+        With LoRA, the trained tensors are the adapters, with the names of PEFT. Call `accumulate_gradients(all_reduce=True)`
+        first. All ranks with `participates_in_export` must iterate to the end.
         """
         return (self.adapters or self.bridge).export(_gradient, torch.float32)
 
@@ -361,7 +361,7 @@ class MegatronModel:
     ) -> T | None:
         """Gather all tensors that `export` yields, and call `consume` with them on rank 0. All ranks call this.
 
-        Rank 0 returns the result of `consume`, the other ranks None. The default of `export` is the method `export`.
+        Rank 0 returns the result of `consume`, and the other ranks return None. The default of `export` is the method `export`.
         """
         tensors = iter((export or self.export)() if self.participates_in_export else ())
         try:

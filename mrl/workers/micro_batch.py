@@ -27,7 +27,7 @@ class TeacherTensors:
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """What one MTP layer predicts on a rank: n sampled tokens. The first tokens of a row are missing."""
+    """The n sampled tokens that one MTP layer predicts on a rank. The layer predicts no tokens near the beginning of a row."""
 
     index: Tensor  # [n] which of the L tokens predicts the sampled token
     targets: Tensor  # [n] the sampled tokens
@@ -147,9 +147,9 @@ def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
 
 
 def _later_tokens(part: TokenBlock, source: Ints, mtp_layers: int) -> Ints:
-    """Return [MTP layers, L]: token 1, 2, ... after each token in its row, and 0 after the end of the row and at padding.
+    """Return [MTP layers, L]: for each token and layer 0, 1, ..., the token that is 1, 2, ... positions later in the same row.
 
-    `source` [L]: index of each token in `part`; -1: padding.
+    The entry is 0 if the row has no such token, and at padding. `source` [L]: index of each token in `part`; -1: padding.
     """
     ends = np.repeat(part.cu_seqlens[1:], part.lengths)[source]  # end of the row of each token
     later = source + np.arange(1, mtp_layers + 1)[:, None]
@@ -160,7 +160,10 @@ def _later_tokens(part: TokenBlock, source: Ints, mtp_layers: int) -> Ints:
 def _mtp_targets(
     part: TokenBlock, packed: PackedSequences, depth: int, to_device: Callable[[NDArray], Tensor]
 ) -> MtpTargets:
-    """Return the sampled tokens that MTP layer `depth` (1, 2, ...) predicts on this rank: from the token `depth` + 1 before."""
+    """Return the sampled tokens that MTP layer `depth` (1, 2, ...) predicts on this rank.
+
+    The layer predicts a token from the token that is `depth` + 1 positions earlier in the same row, if there is one.
+    """
     starts = np.repeat(part.cu_seqlens[:-1], part.sampled_lengths)  # first token of the row of each sampled token
     predictors = part.sampled_index - 1 - depth
     sampled, predictors = part.sampled_index[predictors >= starts], predictors[predictors >= starts]

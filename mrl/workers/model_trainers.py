@@ -148,7 +148,7 @@ class ActorTrainer:
             step: number of earlier steps of the run that trained the actor.
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] whether each row counts in the loss. Default: all rows count.
-            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces that of `self.objective`.
+            loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces `self.objective.policy`.
             index: number of earlier updates of the actor in this step.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
@@ -192,7 +192,7 @@ def _selected(
 ) -> AdvantageResult:
     """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too.
 
-    If `advantages` is None, no other response is rejected, unless the rollout filter rejected all sampled groups.
+    If `advantages` is None and the rollout filter rejected all sampled groups, the sampled responses are rejected, too.
     """
     if advantages is None:
         size = len(rollouts.groups)
@@ -244,7 +244,7 @@ class RoleScorer:
     packing: Packing
     temperature: float
 
-    column: str  # name of the column that it computes
+    column: str  # name of the column that the model computes
     rows: Callable[[Rollouts], NDArray[np.bool_]] = _every_row  # mask [B] of the responses for which the model computes
 
     def begin_logprobs(self, rollouts: Rollouts) -> PendingCall[ComputedColumns]:
@@ -276,7 +276,7 @@ def train_batch(
 ) -> TrainBatch:
     """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
 
-    The loss is normalized over all rows that `advantages` does not reject, also those that `trained` excludes. A row that
+    The loss is normalized over all rows that `advantages` does not reject, including those that `trained` excludes. A row that
     counts n times occurs n times in `denominator_rows`.
     """
     in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected

@@ -1,4 +1,4 @@
-"""Traces of one optimizer step, and the comparison of traces under two layouts.
+"""Stores traces of one optimizer step (loss, outputs, gradients, weights, sketches), and compares the traces of two layouts.
 
 `mrl certify`, `mrl replay` and the parity tests use this module. A trace contains activation sketches. A sketch represents the
 hidden state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. The
@@ -20,10 +20,11 @@ from mrl.core.types import TokenBlock
 from parallel.durable_files import apply_umask
 
 Tensors = Mapping[str, NDArray]
+Outputs = Mapping[int, NDArray]  # row of a TokenBlock -> [number of its sampled tokens]
 
 NUM_PROJECTIONS = 8  # K, the number of random vectors
 EMBEDDING, FINAL_NORM = 0, 10**6  # depths of these modules; the depth of layer n is n, counted from 1
-# Names of ParityDifferences
+# Values of ParityDifference.name for outputs: log-probabilities of a policy, or values of a critic
 OUTPUTS = "log-probabilities or values"
 OUTPUTS_AFTER_STEP = "log-probabilities or values after the step"
 
@@ -78,7 +79,7 @@ class StepTrace:
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    # Row of the block -> log-probabilities or values of its sampled tokens.
+    # row of the TokenBlock -> log-probabilities (policy) or values (critic) of the sampled tokens of the row
     outputs: dict[int, NDArray] = field(default_factory=dict)
     # Only rank 0 has gradients, weights and updates: name of a Hugging Face tensor -> array.
     gradients: Tensors = field(default_factory=dict)
@@ -141,7 +142,9 @@ class ParityDifference:
 
     name: str  # name of the quantity
     absolute: float  # largest absolute difference of two elements
-    relative: float  # `absolute`, divided by the largest element of the reference
+    # `absolute`, divided by the largest absolute value in the reference. If the reference is 0 everywhere: 0 if `absolute` is 0,
+    # and otherwise 1.
+    relative: float
     tolerance: float  # limit of `absolute` for log-probabilities and values, limit of `relative` for everything else
 
     @property
@@ -154,16 +157,16 @@ class ParityDifference:
 def compare_traces(
     reference: StepTrace, other: StepTrace, tolerances: Tolerances = TOLERANCES["float32"]
 ) -> list[ParityDifference]:
-    """Compare whole steps, in the order of computation. If only one trace has a row or tensor, the difference is infinite."""
+    """Compare whole steps, in the order of computation.
+
+    If only one trace has a tensor or the outputs of a row, the difference is infinite.
+    """
     return [
         *compare_gradients(reference, other, tolerances),
         *_compare_tensors("weight", reference.weights, other.weights, tolerances.weights),
         *_compare_tensors("update", reference.updates, other.updates, tolerances.updates),
-        _difference(
-            OUTPUTS_AFTER_STEP,
-            _flat(reference.outputs_after_step),
-            _flat(other.outputs_after_step),
-            5 * tolerances.outputs,
+        _compare_outputs(
+            OUTPUTS_AFTER_STEP, reference.outputs_after_step, other.outputs_after_step, 5 * tolerances.outputs
         ),
     ]
 
@@ -171,7 +174,7 @@ def compare_traces(
 def compare_gradients(reference: StepTrace, other: StepTrace, tolerances: Tolerances) -> list[ParityDifference]:
     """Compare everything that precedes the optimizer step, in the same way as `compare_traces`."""
     return [
-        _difference(OUTPUTS, _flat(reference.outputs), _flat(other.outputs), tolerances.outputs),
+        _compare_outputs(OUTPUTS, reference.outputs, other.outputs, tolerances.outputs),
         _difference("loss", np.array([reference.loss]), np.array([other.loss]), tolerances.scalars),
         _difference("gradient norm", np.array([reference.grad_norm]), np.array([other.grad_norm]), tolerances.scalars),
         *_compare_tensors("gradient", reference.gradients, other.gradients, tolerances.gradients),
@@ -184,8 +187,11 @@ def _compare_tensors(kind: str, reference: Tensors, other: Tensors, tolerance: f
         yield _difference(f"{kind} {name}", reference.get(name, missing), other.get(name, missing), tolerance)
 
 
-def _flat(rows: Mapping[int, NDArray]) -> NDArray:
-    return np.concatenate([np.empty(0), *(rows[row] for row in sorted(rows))])
+def _compare_outputs(name: str, reference: Outputs, other: Outputs, tolerance: float) -> ParityDifference:
+    if reference.keys() != other.keys():
+        return ParityDifference(name, float("inf"), float("inf"), tolerance)
+    first, second = (np.concatenate([np.empty(0), *(rows[row] for row in reference)]) for rows in (reference, other))
+    return _difference(name, first, second, tolerance)
 
 
 def _difference(name: str, reference: NDArray, other: NDArray, tolerance: float) -> ParityDifference:
@@ -204,7 +210,7 @@ class LayerDifference:
     # Largest difference over all tokens. For hidden states, it is |other - reference| / |reference|. For log-probabilities, it is
     # the absolute difference in nats.
     largest: float
-    token: int  # index in the block of the token with the largest difference; -1: no token was compared
+    token: int  # token with the largest difference, as its index in the block; -1: no token was compared
     compared: int  # number of tokens that both layouts computed
     nonfinite: int  # first token whose values are not finite under the examined layout; -1: all are finite
     reference_nonfinite: int  # first token whose values are not finite under the reference layout; -1: all are finite
@@ -255,7 +261,7 @@ def layer_difference(
 
 
 def first_nonfinite(tokens: NDArray, values: NDArray) -> int:
-    """Return the first of `tokens` [n] with a value that is not finite in `values` [n, ...]; -1 if there is none."""
+    """Return the smallest of `tokens` [n] whose row of `values` [n, ...] has a value that is not finite; -1 if there is none."""
     wrong = tokens[~np.isfinite(values.reshape(len(tokens), -1)).all(axis=1)] if len(tokens) else tokens
     return int(wrong.min()) if len(wrong) else -1
 

@@ -55,7 +55,7 @@ class _HasModel(Protocol):
 def requires_on_device[W: _HasModel, **P, R](
     level: OffloadLevel, *, loaded_by_scheduler: bool = False
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Declare how much of the model a worker method needs on its device.
+    """Declare how much of the model must be on the device when a worker method is called.
 
     Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
     the model, because the caller is inside MemoryScheduler.during_push, which keeps only the actor's weights loaded. If less than

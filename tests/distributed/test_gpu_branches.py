@@ -118,7 +118,7 @@ BALANCED = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.extended_except("qwen3", "deepseek_v3", "glm_moe_dsa")
+@pytest.mark.extended_except("qwen3", "deepseek_v3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_forward_and_backward_pass_never_waits_for_the_device(run_ranks, tmp_path, name):
     """Tests the copy of packs to the device, layers, log-probability head, loss and metrics. Only experts may wait."""

@@ -210,14 +210,14 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
 SPARSE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "tp2 cp2", "tp2 pp2 cp2")
 
 
-@pytest.mark.extended_except("sparse-tp2 cp2 sp", "shared_sparse-pp2")
+@pytest.mark.extended_except("shared_sparse-pp2")
 @pytest.mark.parametrize("dims", SPARSE, ids=str)
 @pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
 def test_sparse_attention(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
-@pytest.mark.extended_except("shared_sparse")
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
 def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
     expected = reference(traced, kind)
@@ -232,7 +232,7 @@ def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
 RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
 
 
-@pytest.mark.extended_except("recurrent-tp2 cp2 sp", "recurrent-pp2")
+@pytest.mark.extended_except("recurrent-pp2")
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("recurrent", dims) for dims in RECURRENT]
@@ -244,7 +244,7 @@ def test_gated_delta_nets(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
-@pytest.mark.extended_except("mamba-tp2 cp2 sp", "mamba_moe-pp2")
+@pytest.mark.extended_except("mamba-tp2 cp2 sp")
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("mamba", dims) for dims in RECURRENT]
@@ -255,7 +255,7 @@ def test_mamba_2(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
-@pytest.mark.extended_except("recurrent")
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe", "mamba", "mamba_moe"])
 def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
     expected = reference(traced, kind)

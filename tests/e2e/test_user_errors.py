@@ -180,7 +180,7 @@ MISTAKES = {
     "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
     "a response longer than the context": (
         ["rollout.max_response_tokens=100000"],
-        "leaves no room for a prompt; use at most 63",
+        "rollout.max_response_tokens=100000: the model's context of 64 tokens leaves no room for a prompt; use at most 63",
     ),
 }
 AS_COMMANDS = ("an unknown key", "a reward that raises", "a missing column")

@@ -1,4 +1,4 @@
-"""The actor on CPU and GPU: log-probabilities equal transformers', an update lowers the loss, and reductions may overlap."""
+"""The actor on CPU and GPU: log-probabilities equal transformers', updates lower the loss, overlap changes no weight."""
 
 from dataclasses import replace
 

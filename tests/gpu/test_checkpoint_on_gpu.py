@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background contains the state at its beginning, even if the model is then offloaded."""
+"""A checkpoint that is written in the background contains the state when the save began, even if the model is offloaded."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from http_engines import BROKEN, HttpEngine
 from loss_cases import loss_inputs, make_case
 from planned_runs import config_of, folder_of, memory_of
 
-from mrl.algorithms.advantages import GRPO, NoAdvantage
+from mrl.algorithms.advantages import GDPO, GRPO, NoAdvantage
 from mrl.algorithms.corrections import ImportanceSampling
 from mrl.algorithms.distillation import Distillation
 from mrl.algorithms.inputs import AdvantageInputs
@@ -374,11 +374,10 @@ def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkey
         top_k_of_rows(lambda: [server.url], block, np.array([0]), 2, 0.2)
 
 
-def test_grpo_with_distillation_reads_rewards(tmp_path):
-    both = [
-        "algorithm.advantage._target_=mrl.algorithms.advantages.GRPO",
-        "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip",
-    ]
-    config, algorithm, _ = planned(tmp_path, *both)
-    assert isinstance(algorithm.advantage_pipeline.advantage, GRPO)
-    assert learning_settings(config, algorithm).reads_rewards
+def test_an_estimator_beside_distillation_reads_rewards(tmp_path):
+    loss = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
+    for estimator, kind in (("GRPO", GRPO), ("GDPO", GDPO)):
+        target = f"algorithm.advantage._target_=mrl.algorithms.advantages.{estimator}"
+        config, algorithm, _ = planned(tmp_path, target, loss)
+        assert isinstance(algorithm.advantage_pipeline.advantage, kind)
+        assert learning_settings(config, algorithm).reads_rewards

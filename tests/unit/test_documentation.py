@@ -30,6 +30,16 @@ def test_there_are_command_blocks():
     assert len(blocks()) > 30
 
 
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_code_fences_and_html_comments_have_lines_of_their_own(page):
+    prose = re.sub(r"(`{4}).*?\1", "", page.read_text())  # a code span between four backticks may contain a fence
+    for number, line in enumerate(prose.splitlines(), 1):
+        where = f"{page.name}:{number}: {line[:80]}"
+        assert "```" not in line or re.fullmatch(r" *```[\w-]*( [\w-]+=\S.*)?", line), where
+        assert not re.search(r"\S.*<!--|-->.*\S", line), where
+    assert len(re.findall(r"^ *```", prose, re.MULTILINE)) % 2 == 0, f"{page.name}: a code block has no end"
+
+
 def test_a_block_that_is_not_run_says_what_it_needs():
     for block in blocks():
         assert block.commands, f"{block} is empty"

@@ -167,6 +167,7 @@ def test_the_page_says_what_is_known_of_some_families():
     assert "does not implement <architecture>" in text and "no kernels for <architecture> on a CPU" in text
 
 
+@pytest.mark.extended
 def test_wrong_patterns_and_messages_and_refused_families_with_tests_are_mistakes(page):
     assert page().problems == []
     column = dict(shows="...", tests=["unit/test_gone.py"], refusals=["no engine"])
@@ -180,6 +181,7 @@ def test_wrong_patterns_and_messages_and_refused_families_with_tests_are_mistake
     assert [each for each in page(tables={"table": {"column": column}}).problems if "names no model family" in each]
 
 
+@pytest.mark.extended
 def test_families_without_a_row_and_false_claims_about_other_models_are_mistakes(page):
     models = {prefix: name for prefix, name in TABLE_OF_PAGE["models"].items() if prefix != "Olmo3"}
     assert f"{TABLE}: add the models of Olmo3." in page(models=models).problems

@@ -321,7 +321,7 @@ def test_every_response_has_its_own_stable_seed(configure):
         ({"evaluate.confidence": 1.0}, "evaluate.confidence=1.0: must be greater than 0"),
         ({"evaluate.k": [0]}, "evaluate.k=[0]"),
         ({"data.test": []}, "data.test and data.test_sets are empty"),
-        ({"data.test": ["no.parquet"]}, "data.test: no.parquet: no such file"),
+        ({"data.test": ["no.parquet"]}, "data.test or data.test_sets: no.parquet: no such file"),
         ({"generate.base": "base"}, "is only for a Megatron checkpoint"),
         ({"sglang": {"enable_deterministic_inference": False}}, "use generate.deterministic"),
         ({"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),

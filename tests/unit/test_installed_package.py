@@ -142,10 +142,15 @@ def light(wheel, tmp_path_factory):
     return made
 
 
-def test_a_run_without_the_extra_train_is_an_error_in_one_line(light, tmp_path):
-    done = light.run("train", cwd=tmp_path)
+@pytest.mark.extended_except("train-ray, sglang")
+@pytest.mark.parametrize(
+    ("command", "missing"), [("train", "ray, sglang"), ("certify", "ray"), ("certify engine", "ray, sglang")]
+)
+def test_a_run_without_the_extra_train_is_an_error_in_one_line(light, tmp_path, command, missing):
+    done = light.run(*command.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "mrl train: not installed: ray, sglang; run pip install 'mrl[train]'\n"
+    name = command.split()[0]
+    assert done.stderr == f"mrl {name}: not installed: {missing}; run pip install 'mrl[train]'\n"
 
 
 @pytest.mark.extended

@@ -7,6 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from published_dense_configs import GEMMA3_1B, published
+from published_moe_configs import GPT_OSS_20B
 from search_cases import (
     DEEPSEEK_V3,
     QWEN3_8B,
@@ -283,6 +285,17 @@ def test_the_search_counts_only_adapters_as_trained_weights(tmp_path):
         return make_search(config).fits(ReplicaLayout(recompute=True), 1)
 
     assert fits("lora.rank=16") and not fits()
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed"), [(GEMMA3_1B, {"cp": 1}), (GPT_OSS_20B, {})], ids=["windows", "windows and sinks"]
+)
+def test_without_shared_prompts_only_windows_without_sinks_exclude_context_parallelism(tmp_path, model, fixed):
+    """In layers with sinks, PackedAttention computes the attention. See plan_model."""
+    (tmp_path / "config.json").write_text(json.dumps(published(model)))
+    words = (f"model.path={tmp_path}", "run.dir=x", "data.train=[x.jsonl]", *ARGUMENTS, "trainer.share_prompts=false")
+    config = hydra_entry.compose_config(hydra_entry.check_overrides(words))
+    assert make_search(config).space.fixed == fixed
 
 
 def test_the_layers_with_features_of_a_vision_tower_stay_in_one_stage(tmp_path):

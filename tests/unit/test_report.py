@@ -216,7 +216,7 @@ def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
     data = page_data([tmp_path])
     assert data["best"] == 3 and data["effects"][0][0] == "optim.lr" and data["effects"][0][1] == pytest.approx(0.98)
     assert "by construction" not in answer(data, "Which key changes the result most")
-    assert answer(data, "Why is it the best").startswith(
+    assert answer(data, "Why is this point the best").startswith(
         "The mean reward of point 3 (optim.lr=2 run.seed=1) stayed at 0.9. "
         "The mean reward of point 0 (optim.lr=1 run.seed=0) stayed at 0.1, "
         "with the problem “truncated responses” in 3 of 3 steps, from step 1 to step 3. "
@@ -271,7 +271,7 @@ def test_data_sources_and_held_out_sets_have_charts(tmp_path):
     (first, _), (greedy, _) = charts["Held-out reward"].values()
     assert first == pytest.approx([0, 0.5, *interval(0.5, 30)], abs=1e-3), "rows of the set"
     assert greedy == pytest.approx([0, 0.2, *interval(0.2, 50)], abs=1e-3), "trainer.eval_rows"
-    text = answer(data, "Is it learning")
+    text = answer(data, "Is the model learning")
     assert "Held-out reward (aime_24): 0.5 at the first evaluation" in text
     assert "part form" not in answer(data, "Why is the reward") and "gsm8k" not in answer(data, "Why is the reward")
 
@@ -300,7 +300,7 @@ def test_resumes_and_the_agreement_of_trainer_and_engines_are_answered(tmp_path)
     data = page_data([folder])
     assert answer(data, "resumed") == "Yes, once: from the checkpoint after step 2."
     assert answer(data, "agree").startswith("No: in step 3") and "0.05" in answer(data, "agree")
-    assert answer(data, "Is it learning").startswith("No: the mean reward of every step is 0.")
+    assert answer(data, "Is the model learning").startswith("No: the mean reward of every step is 0.")
 
 
 def test_few_whole_numbers_have_one_row_each_in_a_distribution(tmp_path):
@@ -353,7 +353,9 @@ def test_a_problem_names_its_steps_and_the_step_of_its_values_once(tmp_path):
     assert line.startswith("Every advantage is 0, so") and line.endswith(
         "These are the values of step 2. The problem “no learning signal” was present in 3 of 3 steps, from step 1 to step 3."
     )
-    assert answer(data, "Is it stable").startswith("The weights do not change, because the gradient norm is 0.")
+    assert answer(data, "Is the training stable").startswith(
+        "The weights do not change, because the gradient norm is 0."
+    )
 
 
 def test_the_time_of_a_step_leaves_out_evaluation_and_checkpoints(tmp_path):

@@ -1,6 +1,9 @@
 """RolloutLog and CompletionCache return exactly what was written, and survive damaged files and full disks."""
 
+import itertools
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -219,6 +222,24 @@ def test_a_process_finds_its_own_completions_after_it_reads_them(tmp_path):
     assert len(cache) == 0
     cache.read()
     assert cache.get(0, [5]) == completion(1) and cache.get(1, [6]) == completion(2)
+
+
+def test_requests_may_end_while_a_step_begins(tmp_path, monkeypatch):
+    cache, count, digest = CompletionCache(tmp_path, 0), 20, rollout_log._digest
+
+    def slow_digest(*args):  # in this time, the other thread begins a step
+        time.sleep(0.005)
+        return digest(*args)
+
+    monkeypatch.setattr(rollout_log, "_digest", slow_digest)
+    ends = threading.Thread(target=lambda: [cache.put([i], [[5]], [completion(i)]) for i in range(count)])
+    ends.start()
+    for step in itertools.count(1):
+        cache.begin_step(step)
+        if not ends.is_alive():
+            break
+    again = CompletionCache(tmp_path, 0)
+    assert [again.get(i, [5]) for i in range(count)] == [completion(i) for i in range(count)]
 
 
 def test_an_aborted_completion_is_not_cached(tmp_path):

@@ -98,7 +98,7 @@ def test_an_evaluation_is_submitted_unless_its_responses_exist(train, tmp_path):
     [
         ([*JOB, "rollout.num_engines=4"], "the pools need 4 GPUs, but the cluster has 2 GPUs on 1 node"),
         ([*JOB, "rollout.engine_urls=[http://host:1]"], "servers that already run need no devices of a cluster"),
-        ([*JOB, "data.test=[none.parquet]"], "data.test: none.parquet: no such file"),
+        ([*JOB, "data.test=[none.parquet]"], "data.test or data.test_sets: none.parquet: no such file"),
     ],
     ids=["too few GPUs", "external servers", "no data"],
 )

@@ -50,6 +50,7 @@ def test_equal_traces_do_not_differ():
     [
         (dict(outputs={0: np.array([-1.0, -2.0]), 3: np.array([-0.50002])}), OUTPUTS),
         (dict(outputs={0: np.array([-1.0, -2.0])}), OUTPUTS),
+        (dict(outputs={0: np.array([-1.0, -2.0]), 4: np.array([-0.5])}), OUTPUTS),
         (dict(loss=0.50002), "loss"),
         (dict(grad_norm=float("nan")), "gradient norm"),
         (dict(gradients={"a.0.w": np.array([[0.1, -0.4]]), "a.1.w": np.array([1e-5, 0.2])}), "gradient a.1.w"),

@@ -102,7 +102,7 @@ def _compare_gpu_counts(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
     counts = {host.host: len(host.gpus.cards) for host in hosts}
     for name, count in outliers(counts).items():
         hidden = next(host.gpus.hidden for host in hosts if host.host == name)
-        fix = "nvidia-smi -L; then drain the host, or request as many GPUs from Slurm as it has"
+        fix = "nvidia-smi -L; then drain the host, or request from Slurm the number of GPUs that this host has"
         yield error(
             [name],
             f"this host has {count} GPUs; the other hosts have {most_common(counts)}",

@@ -21,7 +21,7 @@ FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is pro
 MIN_FILES, MIN_FILES_CLUSTER = (
     1024,
     4096,
-)  # files that a process must be able to open: on one host without GPUs; on several hosts or with GPUs
+)  # number of files that a process must be able to open; the second number is for several hosts or GPUs
 MIN_PROCESSES = 4096  # processes and threads of a user; each process of Ray, torch and SGLang has dozens of threads
 
 
@@ -128,7 +128,7 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find limits (ulimit) on open files and processes that are too low."""
+    """Find limits (ulimit) that are too low: on open files and on processes."""
     min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.num_gpus else MIN_FILES
     for host in cluster.hosts:
         yield from _check_open_files(host, min_files)
@@ -307,7 +307,7 @@ def _check_version(host: str, name: str, installed: str | None, tested: str, fix
     missing = f"{name} is not installed; version {tested} is tested"
     if installed is None and name.startswith("transformer-engine"):
         yield warning(
-            [host], missing, "without it, trainers use torch's layers, which are slower, and have no FP8", fix
+            [host], missing, "without it, trainers use torch's layers, which are slower and do not support FP8", fix
         )
     elif installed is None:
         yield error([host], missing, "a run imports this package", fix)
@@ -340,7 +340,7 @@ def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts on which `import apex` finds another package than NVIDIA's apex."""
+    """Find hosts on which `import apex` finds another package than NVIDIA's Apex."""
     for host in cluster.hosts:
         if host.software.foreign_apex:
             yield error(

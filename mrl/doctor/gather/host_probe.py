@@ -32,9 +32,9 @@ CPU_LOCK_FILE, GPU_LOCK_FILE = "requirements.txt", "requirements-gpu.txt"
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
 CUDA_RUNTIME = "nvidia-cuda-runtime"  # package whose version is the CUDA version of torch
-# Only NVIDIA's apex has this subpackage. The package apex of PyPI is a library for web forms.
+# Only NVIDIA's Apex has this subpackage. The package apex of PyPI is a library for web forms.
 NVIDIA_APEX_PART = "multi_tensor_apply"
-APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled modules of NVIDIA's apex that Megatron can use
+APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled modules of NVIDIA's Apex that Megatron can use
 
 # name of a resource limit -> its constant in the module resource
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
@@ -197,7 +197,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def foreign_apex() -> str | None:
-    """Return the folder of the package that `import apex` would find, if it is not NVIDIA's apex. Otherwise return None."""
+    """Return the folder of the package that `import apex` would find, if it is not NVIDIA's Apex. Otherwise return None."""
     spec = PathFinder.find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     is_nvidia = any((folder / NVIDIA_APEX_PART).is_dir() for folder in folders)
@@ -314,7 +314,7 @@ def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
         index, _, name, total, used, driver, mig = (part.strip() for part in line.split(","))
         card_index = int(index)
     except ValueError:
-        raise NvidiaSmiError(f"nvidia-smi says {line!r}") from None
+        raise NvidiaSmiError(f"unexpected output of nvidia-smi: {line!r}") from None
     memory, taken = _number(total) * MIB, _number(used) * MIB
     return GpuCard(card_index, name, memory, taken, driver, mig == "Enabled", errors.get(card_index, 0))
 

@@ -115,7 +115,7 @@ def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -
 
 
 def group_rows(rows: list[QueryRow]) -> list[list[QueryRow]]:
-    """Return the rows of each tile. Rows of similar size share a tile. A row that cannot share has its own tile."""
+    """Return the rows of each tile. Rows of similar size share a tile. A row that cannot share a tile has its own tile."""
     groups: list[list[QueryRow]] = []
     widest_Q = widest_L = needed = 0
     for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):

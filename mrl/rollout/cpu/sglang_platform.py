@@ -41,7 +41,7 @@ KV_SCALES = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.process_w
 
 
 def discard_random_kv_scales(method: Any, layer: Any) -> None:
-    """Mark scales of the KV cache as absent if the engine starts with random weights. Hook before SGLang reads them.
+    """Mark scales of the KV cache as absent if the engine starts with random weights. Hook that runs before SGLang reads them.
 
     SGLang (0.5.23, load_format=dummy) fills these scales with random numbers, too, and trainers do not send them. Without
     scales, SGLang uses 1.
@@ -60,7 +60,7 @@ LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
 def round_embedding_scale(result: None, scheduler: Any) -> None:
     """Round the factor of Gemma 3's embeddings to the dtype of the model, as transformers and mrl's trainers do.
 
-    Hook after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
+    Hook that runs after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
     """
     for module in scheduler.tp_worker.model_runner.model.modules():
         if type(module).__name__ == "Gemma3TextScaledWordEmbedding":

@@ -1,12 +1,11 @@
 """RMS norm, rotary embedding, experts and LoRA for SGLang on a CPU.
 
-The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions.
+The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions. `register` adds these
+three functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common float32 cases, and
+call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of `forward_native` by
+float32 rounding.
 
-SGLang has no torch version of the product with a matrix in FP8, so this module also has this function.
-
-`register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common
-float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of
-`forward_native` by float32 rounding.
+SGLang has no torch version of the product with a matrix in FP8. `block_fp8_linear` computes this product.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def record_forward(config: Mapping[str, Any]) -> ForwardRecorder:
 class ForwardRecorder:
     """Forward hook of all modules of an engine's model. It writes one file for each request and rank.
 
-    While the request file exists, each further forward pass overwrites the file.
+    While the request file exists, each further forward pass overwrites the output file of the rank.
     """
 
     def __init__(self, folder: Path) -> None:

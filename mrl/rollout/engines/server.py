@@ -391,7 +391,7 @@ def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]
 
 
 def locked_cuda_toolkit() -> Path | None:
-    """Return the folder with the compiler and headers of NVIDIA's packages on PyPI; None if no compiler is installed there."""
+    """Return the folder with the compiler and headers of NVIDIA's packages on PyPI; None if these packages have no compiler."""
     spec = find_spec("nvidia")
     folders = map(Path, spec.submodule_search_locations or ()) if spec else ()
     compilers = [nvcc for folder in folders for nvcc in sorted(folder.glob("cu*/bin/nvcc"))]

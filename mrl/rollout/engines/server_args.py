@@ -105,8 +105,8 @@ def check_synced_args(overrides: Mapping[str, Any]) -> None:
 def block_fp8_args() -> dict[str, Any]:
     """Return the arguments of an engine that gets weights in FP8 with block scales from trainers.
 
-    SGLang (0.5.23) has block scales only for models whose config.json says so. The files of the model are not in FP8, so the
-    engine starts with random weights. Trainers push weights before the first request.
+    SGLang (0.5.23) uses block scales only if the model's config.json asks for them, so an argument overrides config.json. The
+    files of the model are not in FP8, so the engine starts with random weights. Trainers push weights before the first request.
     """
     return dict(
         quantization=BLOCK_FP8,
@@ -175,7 +175,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def speculates(server_args: Mapping[str, Any]) -> bool:
-    """Whether engines with these arguments use speculative decoding."""
+    """Return whether engines with these arguments use speculative decoding."""
     return bool(server_args.get("speculative_algorithm"))
 
 
@@ -232,7 +232,7 @@ def releases_cuda_graphs(server_args: Mapping[str, Any]) -> bool:
 
 
 def default_device() -> str:
-    """Return the device of engines on this machine, unless `sglang.device` sets it."""
+    """Return the device that engines on this machine use if `sglang.device` is not set."""
     return "cuda" if has_cuda() else "cpu"
 
 

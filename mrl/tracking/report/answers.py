@@ -50,11 +50,11 @@ class Answer:
 def answers(run: RecordedRun) -> list[dict[str, Any]]:
     """Return the questions with their answers as JSON values."""
     found = (
-        Answer("Is it learning?", *_learning(run), "learning"),
+        Answer("Is the model learning?", *_learning(run), "learning"),
         Answer("Why is the reward what it is?", *_reward(run)),
         Answer("What does the model write?", _writing(run), "", "samples"),
         Answer("Did anything fail?", *_failures(run), "provenance"),
-        Answer("Is it stable?", *_stability(run), "learning"),
+        Answer("Is the training stable?", *_stability(run), "learning"),
         Answer("What takes the time?", time_text(run), "", "time"),
         Answer("Which rank is slow?", _slow_rank(run), "", "time"),
         Answer("Are responses cut off?", *_truncation(run), "learning"),

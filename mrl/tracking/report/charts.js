@@ -1,7 +1,7 @@
 "use strict";
 // Charts as SVG. A chart has the width of its place on the page.
 const LINE_HEIGHT = 200, RIGHT = 12, TOP = 10, BOTTOM = 36;
-const DASHES = [null, "7 4", "2 3"]; // curves of one run, so that equal curves can be told apart
+const DASHES = [null, "7 4", "2 3"]; // dash patterns of the curves of one run: equal curves can be told apart
 
 function smooth(points) {
   return points.map((p, i) => {
@@ -71,7 +71,7 @@ function curve(svg, series, stroke, dash, mode, x, y) {
   if (!dense) for (const p of series.points) if (p[1] !== null) svg.append(el("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.6, fill: stroke }));
 }
 
-// The pointer and the arrow keys move a cursor; `readout` has the values at the cursor, at first those of the last step.
+// The pointer and the arrow keys move a cursor. `readout` shows the values at the cursor. The cursor starts at the last step.
 function addCursor(svg, chart, all, readout, { x, first, last, left, width, h }) {
   const cursor = el("line", { y1: TOP, y2: h - BOTTOM, stroke: "var(--ink)", opacity: 0 });
   const steps = [...new Set(all.map((p) => p[0]))].sort((a, b) => a - b);
@@ -95,7 +95,7 @@ function addCursor(svg, chart, all, readout, { x, first, last, left, width, h })
   show(at, false);
 }
 
-// Columns of steps: the place of column `i`, and labels below the first, the last and some other columns.
+// Draws step labels below the first column and every n-th column. Returns [function: index of a column -> its left edge, width].
 function columnAxis(svg, columns, left, width, height) {
   const size = (width - left - RIGHT) / columns.length, every = Math.max(1, Math.ceil(columns.length / Math.max(1, Math.floor((width - left) / 70))));
   const shown = columns.map((range, i) => [i, range[0]]).filter(([i]) => i % every === 0);
@@ -128,7 +128,7 @@ function stackedChart(time) {
     });
     return svg;
   };
-  return el("figure", { class: "wide" }, el("h3", {}, "Phases of a step (s)"), sized(h, draw), el("div", {}, ...names.map((n, c) => key(c, `${n} ${percent(sums[c] / all)}`))), el("figcaption", {}, "Mean seconds of each step or group of steps, without evaluation and checkpoints. Percentages: shares of all steps."));
+  return el("figure", { class: "wide" }, el("h3", {}, "Phases of a step (s)"), sized(h, draw), el("div", {}, ...names.map((n, c) => key(c, `${n} ${percent(sums[c] / all)}`))), el("figcaption", {}, "Mean seconds of each step or group of steps, without evaluation and checkpoints. The percentages are shares of the time of all steps."));
 }
 
 // One horizontal bar for each row [name, [[part, size]...], note]. All bars have the same scale.

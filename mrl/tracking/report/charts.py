@@ -44,10 +44,10 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Time of a step", {"time/step_s": "step"}),
     ("Metrics of plug-ins", {r"own/.*": ""}),
 )
-"""(title, {regular expression of metric names: label}) of each chart. An empty label is derived from the metric's name."""
-MAX_POINTS = 600  # largest number of points of a curve; `thinned` shortens longer curves
-MAX_COLUMNS = 60  # largest number of columns of a distribution
-NUM_BINS = 14  # number of rows of a distribution
+"""(title, {regular expression of metric names: label}) of each chart. If a label is empty, the metric's name gives the label."""
+MAX_POINTS = 600  # `thinned` reduces longer curves to at most 2 points more than this
+MAX_COLUMNS = 60  # largest number of columns of a distribution; a column is a group of consecutive steps
+NUM_BINS = 14  # largest number of rows of a distribution
 GOOD_VERBS = ("rises", "falls", "changes", "follows", "has")  # first words of Metric.good that are verbs
 INTERVAL_Z = 1.96  # normal quantile of a 95 % interval
 
@@ -63,7 +63,7 @@ def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return charts with one curve for each run, for the first two recorded metrics of each entry of CHARTS."""
+    """Return one chart for each of the first two recorded metrics of each entry of CHARTS, with one curve for each run."""
     charts = []
     for title, chosen in _recorded_charts(runs):
         for name, label in chosen[:2]:
@@ -137,7 +137,7 @@ def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
 
 
 def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
-    """Return the number of prompts over which a metric eval/* is averaged; None if the config does not limit it.
+    """Return the largest number of prompts over which a metric eval/* is averaged; None if the config does not limit it.
 
     Returns None for any other metric, too.
     """
@@ -163,7 +163,7 @@ def interval(mean: float, rows: int) -> tuple[float, float]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Return at most `most` + 2 points: the first, the last, and the smallest and largest of each of `most // 2` intervals."""
+    """Return at most `most` + 2 points: the first, the last, and the lowest and highest of each of `most // 2` intervals."""
     if len(points) <= most:
         return list(points)
     kept = {points[0], points[-1]}
@@ -221,7 +221,7 @@ def time_text(run: RecordedRun) -> str:
 
 
 def time_sentences(run: RecordedRun) -> list[str]:
-    """Return sentences about the time of steps, from the metrics. Without a timeline, add evaluations and checkpoints."""
+    """Return sentences about the time of steps, from the metrics; without a timeline, also about evaluations and checkpoints."""
     between = {name: sum(run.series(f"time/{name}_s").values()) for name in BETWEEN_STEPS}
     return [
         text
@@ -231,7 +231,7 @@ def time_sentences(run: RecordedRun) -> list[str]:
 
 
 def _idle_text(run: RecordedRun) -> str:
-    """Say during which share of a step the trainer ranks compute. Returns "" if this share is unknown."""
+    """Say during which share of a step the slowest trainer rank computes. Returns "" if this share is unknown."""
     share = spent_shares(run).get("megatron")
     if share is None:
         return ""
@@ -262,7 +262,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def distributions(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return how lengths and rewards are distributed in each step."""
+    """Return how lengths and rewards are distributed in each group of steps."""
     lengths: Mapping[int, Sequence[float]] = run.lengths
     source = "all trained responses"
     if not any(lengths.values()):

@@ -28,19 +28,19 @@ const stepRange = ([first, last]) => (first === last ? `step ${first}` : `steps 
 // A text as nodes. Long words may be broken after the characters _ . / and =.
 const breakable = (text) => String(text).split(/(\s+)/).flatMap((word) => (word.length < 20 ? [word] : word.split(/(?<=[_./=])/).flatMap((part, n) => (n ? [el("wbr"), part] : [part]))));
 
-// Round numbers from `low` to `high`: the largest step that gives at least three of them.
+// Returns round numbers from `low` to `high`, with the largest step that gives at least three numbers.
 function ticks(low, high) {
   const power = 10 ** Math.floor(Math.log10(high - low || 1));
   const marks = (step) => Array.from({ length: Math.floor(high / step + 1e-6) - Math.ceil(low / step - 1e-6) + 1 }, (_, i) => Number(((Math.ceil(low / step - 1e-6) + i) * step).toPrecision(10)));
   return [5, 2, 1, 0.5, 0.2, 0.1].map((each) => marks(each * power)).find((found) => found.length >= 3) ?? [low, high];
 }
 
-// A box whose content `draw(width)` makes, again whenever the width changes. So texts of charts keep their size.
+// Returns a box with the content `draw(width)`, drawn again when the width changes, so that texts of charts keep their size.
 function sized(height, draw) {
   const box = el("div", { style: `min-height:${height}px` });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
-    const width = Math.floor(entry.contentRect.width); // never smaller than drawn
+    const width = Math.floor(entry.contentRect.width); // rounded down, so that the content fits in the box
     if (width && width !== drawn) { drawn = width; box.replaceChildren(draw(width)); }
   }).observe(box);
   return box;

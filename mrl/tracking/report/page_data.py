@@ -194,7 +194,7 @@ def _pair_answers(
             "",
             "metrics",
         ),
-        Answer("Does one of them have a problem?", _problem_text(runs, labels), "", "learning"),
+        Answer("Does one of the runs have a problem?", _problem_text(runs, labels), "", "learning"),
         Answer(
             "At which step does the table compare the metrics?",
             f"Step {step}, the last step that both runs finished." if step else "Not recorded: the runs share no step.",
@@ -334,7 +334,7 @@ def _trouble_text(point: SweepPoint) -> str:
 def effects(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
     """Return (key, fraction of the variance of the results that the key explains), largest first.
 
-    The fraction is eta squared, for each key alone. Points without a finite result do not count.
+    The fraction is eta squared, computed for each key alone. Points without a finite result do not count.
     """
     measured = _measured(points)
     results = np.array([point.value for point in measured], dtype=float)
@@ -372,7 +372,7 @@ def _sweep_answers(
     margin = _margin_text(points, best, metric, metric_steps)
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
-        Answer("Why is it the best?", _reasons_text(points, labels, best), "", "learning"),
+        Answer("Why is this point the best?", _reasons_text(points, labels, best), "", "learning"),
         Answer("Which key changes the result most?", _effects_text(points, matters), "", "parallel"),
         Answer("How much better is the best point?", margin, "", "learning"),
         Answer("Did a point fail or have a problem?", *_points_failed(points, labels), "points"),

@@ -43,7 +43,7 @@ class RecordedRun:
     metrics: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # step -> metrics eval/*
     samples: list[tuple[int, list[Sample]]] = field(default_factory=list)  # (step, samples of the step, best first)
-    lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> sampled tokens of each of its responses
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # step -> number of sampled tokens of each response
     events: list[RunEvent] = field(default_factory=list)  # lines of STARTS_FILE
     overrides: list[str] = field(default_factory=list)  # overrides of the command line
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """Return the name of the folder. If this name does not contain the name of the run, put that name in front of it."""
+        """Return the name of the folder. If this name does not contain the name of the run, the result begins with that name."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
         return folder if name in folder else f"{name} {folder}"
 

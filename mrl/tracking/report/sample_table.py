@@ -79,7 +79,7 @@ def _ranked(samples: Sequence[Sample]) -> list[tuple[int, int, Sample, bool | No
 
 
 def group_of(sample: Sample) -> Any:
-    """Return what identifies the group of a sample in its step: its number, or its prompt in files without numbers."""
+    """Return what identifies a sample's group within a step: the group's number or, in files without this number, the prompt."""
     return sample["group"] if sample.get("group") is not None else sample.get("prompt", "")
 
 

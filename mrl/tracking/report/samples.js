@@ -1,5 +1,5 @@
 "use strict";
-// The browser of samples: filters, a list that only draws its visible rows, and one sample in full.
+// The browser of samples: filters, a list that draws only its visible rows, and one sample in full.
 const ROW = 68;
 const PICKS = { all: "all samples", best: "best of each step", worst: "worst of each step", equal: "groups with equal rewards", mixed: "groups with different rewards", truncated: "truncated", failed: "not scored" };
 const block = (value) => el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "text" }, String(value ?? ""));
