@@ -25,7 +25,7 @@ from mrl.rewards.reward_types import Response, Reward, unscored_reason
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
-from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation
+from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation, held_out_section
 from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,7 @@ def _held_out_source(
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
-    section = f"data.test_sets.{source.name}" if source.name else "rollout"  # data.test has no name
-    limit = max_prompt_length(config, actor.context, response_tokens, section)
+    limit = max_prompt_length(config, actor.context, response_tokens, held_out_section(source.name))
     return replace(source, find_fault=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
 
 

@@ -28,7 +28,7 @@ from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.data.tokenizer import tokenizer_is_code
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
 from mrl.rollout.engines.server_args import NO_TOKENIZER
-from mrl.rollout.response_metrics import HeldOutEvaluation
+from mrl.rollout.response_metrics import HeldOutEvaluation, held_out_section
 from mrl.tracking.console import show_warning
 
 KEY = "trainer"
@@ -129,10 +129,8 @@ def check_sampling(
     config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation], vocab_size: int
 ) -> None:
     """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are evaluated."""
-    sections = {f"data.test_sets.{next(iter(each.sets))}": each.sampling for each in evaluations} | {
-        "rollout": sampling
-    }
-    for section, params in sections.items():
+    sections = [(held_out_section(next(iter(each.sets))), each.sampling) for each in evaluations]
+    for section, params in [*sections, ("rollout", sampling)]:
         if outside := [token for token in params.stop_token_ids if token >= vocab_size]:
             raise ValueError(
                 f"{section}.stop_token_ids={list(params.stop_token_ids)}: token {outside[0]} is outside the vocabulary of the "
@@ -150,7 +148,7 @@ def tokenizer_args(
 ) -> dict[str, Any]:
     """Return the server arguments that stop texts need. Raises ValueError if the config section `sglang` contradicts them."""
     keys = ["rollout.stop"] if sampling.stop else []
-    keys += [f"data.test_sets.{next(iter(each.sets))}.stop" for each in evaluations if each.sampling.stop]
+    keys += [f"{held_out_section(next(iter(each.sets)))}.stop" for each in evaluations if each.sampling.stop]
     if keys and config.sglang.get(NO_TOKENIZER):
         raise ValueError(
             f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of {keys[0]}; leave {NO_TOKENIZER} "

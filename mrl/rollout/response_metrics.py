@@ -228,6 +228,11 @@ class HeldOutEvaluation:
         return {name: rows_of_set[name][:count] for name, count in self.sets.items()}
 
 
+def held_out_section(name: str) -> str:
+    """Return the config section that limits the responses to a held-out set. The name of data.test is ""."""
+    return f"data.test_sets.{name}" if name else "rollout"
+
+
 def rewards_of_sets(evaluations: Sequence[HeldOutEvaluation]) -> dict[str, Reward]:
     """Return name of a held-out set -> its reward, for the sets that have a reward of their own."""
     return {name: evaluation.reward for evaluation in evaluations if evaluation.reward for name in evaluation.sets}

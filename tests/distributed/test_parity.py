@@ -207,6 +207,7 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+PACKINGS = (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30))
 SPARSE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "tp2 cp2", "tp2 pp2 cp2")
 
 
@@ -221,7 +222,7 @@ def test_sparse_attention(traced, kind, dims):
 @pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
 def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
     expected = reference(traced, kind)
-    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+    for options in PACKINGS:
         check(expected, traced(kind, **options))
     for megatron in (RECOMPUTE, dict(recompute_granularity="selective", recompute_modules=["core_attn"])):
         check(expected, traced(kind, megatron=megatron))
@@ -259,7 +260,7 @@ def test_mamba_2(traced, kind, dims):
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent_moe", "mamba", "mamba_moe"])
 def test_responses_continue_the_state_of_a_shared_prompt(traced, kind):
     expected = reference(traced, kind)
-    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+    for options in PACKINGS:
         check(expected, traced(kind, **options))
     check(expected, traced(kind, megatron=RECOMPUTE))
 
@@ -306,7 +307,7 @@ def test_biases(traced, kind, dims):
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_shared_prompts_and_micro_batches_do_not_change_the_result(traced, kind):
     expected = reference(traced, kind)
-    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+    for options in PACKINGS:
         check(expected, traced(kind, **options))
 
 
