@@ -175,13 +175,16 @@ def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str
 def run_again_if_worse(program: Program, last: Mapping[str, Any], outcome: Outcome, remaining_s: float) -> Outcome:
     """Compare a result with the last one. If a measurement is worse and the time suffices, run the program again.
 
-    Returns the newest result, with a sentence for each measurement that is worse in all runs.
+    Returns the newest result, with a sentence for each measurement that is worse in all runs. The sentence also says if
+    the program ran only once, because no time remained.
     """
     found = what_got_worse(last, program.name, outcome)
     if found and remaining_s > 1.5 * outcome.seconds:
         outcome = run_program(program, min(program.deadline_s, remaining_s))
         in_both = what_got_worse(last, program.name, outcome)
         found = {name: text for name, text in in_both.items() if name in found}
+    else:
+        found = {name: f"{text}; no time remained to measure it again" for name, text in found.items()}
     outcome.worse = list(found.values())
     return outcome
 

@@ -49,8 +49,8 @@ class VisionTower:
     image_token: int  # id of the image token, whose embedding an output of the tower replaces
     merge_size: int  # merge_size**2 patches give one output
     rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
-    # Number of blocks of the tower ("block"), and number of its features ("feature"). Feature i is a further output of the tower,
-    # which is added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
+    # placeholder in the rows of the tower, "block" or "feature" -> number of blocks or of features of the tower. Feature i is a
+    # further output of the tower, which is added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
     repeats: dict[str, int]
 
     @property
@@ -69,17 +69,19 @@ class Architecture:
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # size of each dim that `ParamMapping.shapes` names
-    parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
+    # optional parts that this model has, such as "mlp_bias": the table has rows for parts (ParamMapping.part), model_builder.py
+    # builds modules for them, and SGLang lacks some of them (Family.engine_unsupported_parts)
+    parts: frozenset[str] = frozenset()
     # activation function of an MLP, or of its gate
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
-    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    # [layers] whether the layer has an indexer. A layer without one reads the keys that the nearest earlier indexer has chosen.
+    window_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
+    # [layers] whether the layer has an indexer. A layer without an indexer uses the choice of the nearest earlier indexer.
     # Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
     # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
     interleaved_rope: bool = False
-    query_scaling: QueryScaling | None = None  # factors of the queries; None: 1
+    query_scaling: QueryScaling | None = None  # factors of the queries, which depend on the position; None: all are 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
     # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
@@ -114,7 +116,7 @@ class Architecture:
         """Whether the layer has an indexer."""
         return self.has_sparse_attention and self.indexer_layers[layer]
 
-    def check_first_layers(self, first_layers: Iterable[int]) -> None:
+    def check_first_layers_of_stages(self, first_layers: Iterable[int]) -> None:
         """Raise ValueError if a pipeline stage would begin with a layer that needs the choice of an indexer in an earlier stage.
 
         `first_layers`: index of the first layer of each virtual stage.
@@ -205,7 +207,7 @@ class Architecture:
                 )
             else:
                 _check_divides("pp", dims.pp, layers)
-            self.check_first_layers(range(0, self.num_layers, per_stage))
+            self.check_first_layers_of_stages(range(0, self.num_layers, per_stage))
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
@@ -223,9 +225,9 @@ class Architecture:
 
         Matrix products count, and in recurrent layers also the convolution and the recurrence. Products of routers do not count.
         MTP layers count if they are trained. In layers with a sliding window, every token counts as if it attended to a whole
-        window. For sequences that are not much longer than the window, this is an upper bound. In sparse attention, trainers
-        compute the products with all keys, and those of the indexer. `num_outputs`: numbers that the output head computes for
-        each token; None: the logits of the vocabulary.
+        window. For sequences that are not much longer than the window, this is an upper bound. In sparse attention, the products
+        with all keys count, because trainers compute all of them, and the products of the indexer count, too. `num_outputs`:
+        numbers that the output head computes for each token; None: the logits of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -295,7 +297,7 @@ class Family:
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
-    # part of the name of a Hugging Face tensor -> part of the name of its SGLang parameter in its place, after the fusions
+    # part of a Hugging Face name -> the part that SGLang's name has instead; applied to the names after `engine_fusions`
     engine_renames: Mapping[str, str] = field(default_factory=dict)
     # field of config.json that is a list of names -> name that transformers writes -> name that SGLang needs, if they differ
     engine_spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -405,7 +407,7 @@ class Family:
         return expanded
 
     def mtp_copies(self, arch: Architecture) -> dict[str, str]:
-        """Return name of a Hugging Face tensor of a trained MTP layer that is a copy -> name of the copied tensor."""
+        """Return copy -> copied tensor (Hugging Face names), for the tensors of trained MTP layers that are copies."""
         copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
         names = {name for row in self.rows(arch) for name in row.hf}
         return {copy: source for copy, source in copies.items() if source in names}
@@ -469,15 +471,15 @@ class ModelSpec:
     dtype: str  # float32 or bfloat16
     optimizer: OptimConfig | None  # None: the model is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
-    share_prompts: bool = True  # a pack may compute a prompt only once for all its responses
+    share_prompts: bool = True  # whether a pack may compute a prompt only once for all its responses
     logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
     # whether gradients are reduced during the backward pass; None: only on a GPU
     overlap_grad_reduce: bool | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     # reference to a family outside models/families (see models.families.load_family); None: the built-in family
     family: str | None = None
-    # adapters; if set, mrl trains only them. None: mrl trains the weights, except frozen rows (and the vision tower, unless
-    # train_vision is set)
+    # adapters; if set, mrl trains only them. None: mrl trains the weights, except frozen rows and, without `train_vision`, the
+    # vision tower
     lora: LoraConfig | None = None
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too

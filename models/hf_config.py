@@ -91,7 +91,10 @@ class HFConfig:
         raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
 
     def any_spelling(self, *names: str) -> Any:
-        """Return a field that has several names. Raises ValueError if all are missing or if their values differ."""
+        """Return a field that has several names. If all are missing, the default of the first name applies.
+
+        Raises ValueError if there is no default, or if the values of the names differ.
+        """
         self.read_fields.update(names)
         values = {name: self.fields[name] for name in names if name in self.fields}
         if not values:
@@ -117,7 +120,7 @@ class HFConfig:
         return replace(self, defaults=defaults, read_fields=set())
 
     def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
-        """Return the config that the field `name` contains, with no field marked as read. `fields` replaces its fields.
+        """Return the config that the field `name` contains, with no field marked as read. If given, `fields` are its fields.
 
         Raises ValueError if the field is missing or is not an object.
         """
@@ -192,8 +195,8 @@ class HFConfig:
     def rope_by_layer(self, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
         """Return the rotary embeddings of layers with full attention and of layers with a sliding window.
 
-        `theta` and `local_theta` are their bases. A base in `rope_parameters`, which has parameters for each kind of layer, has
-        priority. The field `rope_scaling` of transformers 4 applies to full attention only.
+        `theta` and `local_theta` are the bases of the two. `rope_parameters` has parameters for each kind of layer. A base among
+        them has priority. The field `rope_scaling` of transformers 4 applies to full attention only.
         """
         self.read_fields.update(("rope_parameters", "rope_scaling"))
         by_kind = dict(self.fields.get("rope_parameters") or {})
@@ -228,7 +231,10 @@ class HFConfig:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _complete_longrope(self, parameters: dict[str, Any]) -> None:
-        """Set the two context lengths of LongRoPE as in transformers: a field outside of `rope_parameters` has priority."""
+        """Set the original context length of LongRoPE and the factor by which it is extended.
+
+        As in transformers, an original context length outside of `rope_parameters` has priority.
+        """
         name, longest = "original_max_position_embeddings", self["max_position_embeddings"]
         if name in self.fields or name in self.defaults:
             parameters[name] = self[name]
@@ -240,7 +246,10 @@ class HFConfig:
             )
 
     def rope_parameters(self) -> dict[str, Any]:
-        """Read `rope_parameters`, or `rope_scaling` of transformers 4. Raises ValueError if both are set and differ."""
+        """Read `rope_parameters`, or `rope_scaling` of transformers 4.
+
+        Raises ValueError if both are set and differ, or if they contain another `rope_theta` than the config itself.
+        """
         self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
         sources = [parameters for name in ("rope_parameters", "rope_scaling") if (parameters := self.fields.get(name))]
         if len(sources) > 1 and sources[0] != sources[1]:

@@ -4,6 +4,8 @@ The outputs of the tower replace the embeddings of the image tokens of a pack. I
 further outputs, the features, which are added to the outputs of the first decoder layers. Every tensor-parallel and every
 context-parallel rank computes the whole tower for all images of its pack. So each tensor-parallel rank has the complete gradients
 of the tower. A context-parallel rank has the gradients of its own tokens, and the reduction of the gradients sums them.
+
+In shapes, L is the number of tokens of a pack on this rank, and H is the hidden size.
 """
 
 from collections.abc import Iterable

@@ -67,7 +67,11 @@ def _build_adapter(
     lora: LoraConfig,
     seed: int,
 ) -> LoraAdapter:
-    """Return the adapter of the linear layer with this weight: A is random and B is 0, so the model's outputs do not change."""
+    """Return the adapter of the linear layer with this weight: A is random and B is 0, so the model's outputs do not change.
+
+    `has_norm`: whether the layer also computes the norm before it. `row`: row of the weight in the family's table. `sizes`:
+    Architecture.sizes and the rank of the adapters.
+    """
     group = groups.tp_group() if row.expert is None else groups.etp_group()
     boxes = row.split_over_ranks(sizes, group.size())
     rows = {}

@@ -73,7 +73,7 @@ FIELDS_SET_BY_MRL = frozenset(
         "dsa_indexer_topk",
         "dsa_indexer_rope_interleaved",
         "no_rope_freq",
-        # mrl has its own sparse attention, which ignores the other fields of Megatron's
+        # mrl has its own sparse attention, which ignores the other fields of Megatron's sparse attention
         "dsa_indexer_topk_freq",
         "dsa_indexer_skip_topk_offset",
         "dsa_indexer_loss_coeff",
@@ -106,7 +106,7 @@ FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 """Supported values of fp8_recipe. With them, a rank computes scales alone, or with the ranks of its tensor-parallel group."""
 
 FP8_MULTIPLE = 32
-"""With FP8, a number of tokens must be a multiple of this: 32 for mxfp8, 16 for other recipes (Megatron's get_fp8_align_size)."""
+"""With FP8, the tokens of a pack are padded to a multiple of this. mxfp8 needs 32, other recipes 16 (get_fp8_align_size)."""
 
 
 @cache
@@ -117,7 +117,7 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
-    """Raise ValueError if a load-balancing loss in `kinds` does not work with packs."""
+    """Raise ValueError if a loss in `kinds`, the value of moe_router_load_balancing_type, does not work with packs."""
     key = f"megatron.moe_router_load_balancing_type={kinds}"
     if "seq_aux_loss" in kinds:
         raise ValueError(
@@ -154,8 +154,8 @@ def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError if a user cannot set one of the fields in `overrides`.
 
-    There are seven reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs fixed
-    sizes, the field needs padded packs (`fp4`), the field changes the dtype in which weights are stored, the field needs a
+    There are seven reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs packs
+    of a fixed size, the field needs padded packs (`fp4`), the field changes the dtype of the stored weights, the field needs a
     library that cannot be used, or FP8 has a recipe that does not work.
     """
     check_fp8_recipe(overrides)

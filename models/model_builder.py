@@ -51,7 +51,7 @@ from parallel.megatron_layers import (
     fuse_rope_of_packs,
     spec_provider,
 )
-from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, PlanOfLastPack
+from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, PlanCache
 from parallel.rope import Rope
 from parallel.sparse_attention import SparseAttention
 
@@ -79,10 +79,11 @@ HeadKind = Literal["vocabulary", "value", "score"]
 class ValueHead(torch.nn.Module):
     """Output head of a critic or of a reward model: one value `w . h + b` for each token. A reward model has no b.
 
-    Every rank of the last pipeline stage has a copy.
+    Every rank of the last pipeline stage has a copy of the head.
 
-    The initial weights are normal with standard deviation 1 / sqrt(H + 1), and the initial bias is 0 (Huang, Liu and von Werra
-    2023, "The N Implementation Details of RLHF with PPO"). The initial weights are the same on every rank and in every layout.
+    The initial weights are normal with standard deviation 1 / sqrt(H + 1), where H is the hidden size, and the initial bias is 0
+    (Huang, Liu and von Werra 2023, "The N Implementation Details of RLHF with PPO"). They are the same on every rank and in every
+    layout.
     """
 
     def __init__(self, hidden_size: int, bias: bool = True) -> None:
@@ -110,11 +111,11 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not has_cuda(),
-        perform_initialization=False,  # weights are always loaded from a checkpoint
+        perform_initialization=False,  # weights are loaded from a checkpoint; ValueHead initializes its own
         calculate_per_token_loss=True,  # losses are sums over tokens, already divided by the mini-batch's denominator
         **_layout_fields(dims),
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
-        apply_rope_fusion=False,  # see can_fuse_rope
+        apply_rope_fusion=False,  # build_model sets this field by can_fuse_rope
         gradient_accumulation_fusion=libraries.fused_wgrad or libraries.transformer_engine,
         bias_activation_fusion=libraries.transformer_engine and arch.activation == "silu",
         bias_dropout_fusion=libraries.transformer_engine,
@@ -134,16 +135,20 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
 def can_fuse_rope(arch: Architecture) -> bool:
     """Whether Transformer Engine's fused RoPE can compute the rotations of this model. If not, Megatron uses torch.
 
-    The kernel has no amplitude. For latent attention, Megatron uses a Triton kernel of its own instead. That kernel needs a batch
-    dimension or `cu_seqlens`, and with `cu_seqlens` it counts positions from the start of each sequence in the pack.
+    Transformer Engine's kernel cannot multiply cosines and sines by an amplitude (YaRN, LongRoPE). For latent attention, Megatron
+    uses a Triton kernel of its own instead. mrl cannot use that kernel: it needs a batch dimension or `cu_seqlens`, and with
+    `cu_seqlens` it counts positions from the start of each sequence in the pack, although responses may share a prompt.
     """
-    ropes = [rope for rope in (arch.rope, arch.local_rope) if rope is not None]
+    ropes = [rope for rope in (arch.rope, arch.window_rope) if rope is not None]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
     return bool(ropes) and capabilities().transformer_engine and not arch.has_latent_attention and not has_amplitude
 
 
 def uses_packed_attention(arch: Architecture, share_prompts: bool) -> bool:
-    """Whether PackedAttention computes attention, not Transformer Engine. Latent attention always uses PackedAttention."""
+    """Whether grouped-query attention uses PackedAttention instead of Transformer Engine.
+
+    Latent attention always uses PackedAttention, whatever this function returns.
+    """
     needs_it = arch.vision is not None or arch.has_sinks
     return share_prompts or needs_it or not capabilities().transformer_engine
 
@@ -159,7 +164,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
         expert_tensor_parallel_size=dims.expert_tp,
         variable_seq_lengths=dims.pp > 1,  # pipeline stages send each other the length of every pack
         moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, also for dense models
-        # Interleaved stages send in both directions at the same time, and batched sends of a pair of ranks would not match.
+        # With vpp > 1, two ranks send to each other at the same time. Batched sends and receives of the two would not match.
         overlap_p2p_comm=dims.vpp > 1,
         batch_p2p_comm=dims.vpp == 1,
         deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send corrupts the message
@@ -203,7 +208,10 @@ def _attention(
     arch: Architecture,
     rotary: RotaryEmbedding | None = None,
 ) -> ModuleSpec:
-    """Return the spec of grouped-query attention. `rotary`: rotary embedding of these layers (None: that of the model)."""
+    """Return the spec of grouped-query attention. `rotary`: rotary embedding of these layers (None: that of the model).
+
+    VariantSelfAttention, which explains the `options`, is used only if the model needs at least one of them.
+    """
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     parts = arch.parts
     options: dict[str, Any] = dict(projection_norms="projection_norms" in parts, rotary=rotary)
@@ -223,13 +231,13 @@ def _attention(
 
 
 def _recurrence(config: TransformerConfig, provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
-    """Return the spec of a recurrent layer's first block: Mamba-2 or a gated delta net."""
+    """Return the spec of a recurrent layer's first block: Mamba-2 or a gated delta net. `plans` is common to all these layers."""
     return ModuleSpec(
         module=PackedMamba2 if arch.has_mamba else PackedGatedDeltaNet,
         params={
             "input_linear": provider.column_parallel_layer_norm_linear(),
             "output_linear": provider.row_parallel_linear(),
-            "plans": PlanOfLastPack(config.linear_conv_kernel_dim),
+            "plans": PlanCache(config.linear_conv_kernel_dim),
             "conv_bias": "conv_bias" in arch.parts,
         },
     )
@@ -317,19 +325,22 @@ def _mtp_layer_specs(config: TransformerConfig, packed_attention: bool, arch: Ar
 def _block_spec(
     config: TransformerConfig, packed_attention: bool, arch: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers in one virtual stage of this rank."""
+    """Return the specs of the layers in one virtual stage of this rank.
+
+    Raises ValueError if the stage would begin with a layer that needs the choice of an indexer in an earlier stage.
+    """
     provider = spec_provider()
-    attention = local_attention = _full_attention(config, packed_attention, arch)
-    if arch.local_rope is not None:
-        rotary = _rotary_embedding(arch.local_rope, packed_attention)
-        local_attention = _attention(config, provider, packed_attention, arch, rotary)
-    attention_of = [local_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
+    attention = window_attention = _full_attention(config, packed_attention, arch)
+    if arch.window_rope is not None:
+        rotary = _rotary_embedding(arch.window_rope, packed_attention)
+        window_attention = _attention(config, provider, packed_attention, arch, rotary)
+    attention_of = [window_attention if arch.has_window(layer) else attention for layer in range(config.num_layers)]
     if arch.has_recurrent_layers:
         recurrent = _recurrence(config, provider, arch)
         attention_of = [recurrent if arch.is_recurrent(n) else spec for n, spec in enumerate(attention_of)]
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    arch.check_first_layers(layers[:1])
+    arch.check_first_layers_of_stages(layers[:1])
     return TransformerBlockSubmodules(
         layer_specs=[
             _layer_spec(config, attention_of[layer], provider, arch.parts, arch.blocks(layer)) for layer in layers
@@ -354,7 +365,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage.
 
-    Its weights are uninitialized, except those of a ValueHead.
+    The weights are uninitialized, except those of a ValueHead.
 
     With `share_prompts`, the model uses PackedAttention, and responses in a pack may share a prompt (parallel.packing.Segment).
     `head="value"` and `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's
@@ -371,19 +382,19 @@ def build_model(
     config.apply_rope_fusion = can_fuse_rope(arch)
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
     build = partial(_build_stage, arch, config, head, packed_attention)
-    with _wgrad_fusion_of_transformer_engine(config):
+    with _without_megatron_wgrad_fusion(config):
         chunks = [build(stage).to(dtype) for stage in stages]
     logger.info("%s from %s over %s: %s", hf.architecture, hf.path, dims, arch)
     return chunks
 
 
 @contextmanager
-def _wgrad_fusion_of_transformer_engine(config: TransformerConfig) -> Iterator[None]:
+def _without_megatron_wgrad_fusion(config: TransformerConfig) -> Iterator[None]:
     """Without Apex's extension, turn off fused weight gradients of Megatron's own matrices in this context.
 
     The constructor of Megatron's output layer raises an error if fusion is on but the extension is missing. The output layer does
-    not need fusion, because mrl computes its gradient itself. `parallel.optimizer.wrap_ddp` turns on the fusion for Transformer
-    Engine's matrices, which do not need the extension.
+    not need fusion, because mrl itself computes the gradient of its weight. `parallel.optimizer.wrap_ddp` turns fusion on in
+    Transformer Engine's matrices, which do not need the extension.
     """
     fused, libraries = config.gradient_accumulation_fusion, capabilities()
     if libraries.transformer_engine and not libraries.fused_wgrad:
@@ -438,8 +449,8 @@ def _set_rope(model: GPTModel, arch: Architecture, rope: Rope, packed_attention:
         fuse_rope_of_packs()
     for module in model.modules():
         if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
-            is_local = isinstance(module, VariantSelfAttention) and module.rotary is not None
-            own = arch.local_rope if is_local and arch.local_rope is not None else rope
+            has_window_rope = isinstance(module, VariantSelfAttention) and module.rotary is not None
+            own = arch.window_rope if has_window_rope and arch.window_rope is not None else rope
             module._yarn_concentration_factor = own.amplitude
 
 

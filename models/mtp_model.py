@@ -7,6 +7,8 @@ without MTP layers.
 
 Megatron's own model finds later tokens by shifting the pack, which works neither with PackedAttention nor with the order of
 context-parallel chunks in mrl. Here, the pack contains the later tokens (PackedSequences.later_tokens).
+
+In shapes, L is the number of tokens of a pack on this rank, and H is the hidden size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,10 +46,13 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         packed_seq_params=None,
         padding_mask=None,
     ) -> tuple[Any, Any, Tensor | None, Tensor, Tensor]:
-        """Return the arguments without a shift, with the embeddings [L, 1, H] of the later tokens of this layer."""
+        """Return the arguments unchanged (Megatron would shift them by one token), and the embeddings of later tokens.
+
+        Layer k reads the token k places later. The embeddings are [L, 1, H], or [L/tp, 1, H] under sequence parallelism.
+        """
         assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.later_tokens is not None
         embedded = embedding(packed_seq_params.later_tokens[self.layer_number - 1])
-        # Recomputation needs an input with a gradient.
+        # Recomputation needs an input that requires a gradient.
         hidden_states = hidden_states if hidden_states.requires_grad else hidden_states.requires_grad_()
         return input_ids, position_ids, padding_mask, embedded, hidden_states
 
@@ -55,8 +60,9 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
 class MtpGPTModel(GPTModel):
     """A language model whose last pipeline stage has MTP layers in the attribute `mtp`.
 
-    If a pack has `later_tokens`, the output processor gets the hidden states [L, 1 + MTP layers, H] of the model and of all MTP
-    layers (L/tp under sequence parallelism), otherwise those of the model, [L, 1, H].
+    `output_processor`, an argument of Megatron's `forward`, gets the hidden states [L, 1, H] of the model. If the pack has
+    `later_tokens`, it gets those of the model and of all MTP layers, [L, 1 + MTP layers, H]. Under sequence parallelism, L/tp
+    replaces L.
     """
 
     def __init__(self, config, *args, mtp_layer_specs: Sequence[ModuleSpec], **kwargs) -> None:
@@ -124,9 +130,10 @@ class MtpGPTModel(GPTModel):
 
 @contextmanager
 def embedding_for_mtp(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context in which the last pipeline stage has a copy of the embedding of the first one. All ranks enter it.
+    """Context in which the last pipeline stage has a copy of the embedding of the first one. All ranks must enter it.
 
-    It does nothing without MTP layers, without pipeline stages, or if the output layer of the last stage is the embedding.
+    `chunks`: virtual stages of this rank. Nothing is copied without MTP layers, with a single pipeline stage, or if the output
+    layer of the last stage is the embedding.
     """
     first, last, group = chunks[0].module, chunks[-1].module, groups.pp_group()
     if not isinstance(last, MtpGPTModel) or group.size() == 1 or last.share_embeddings_and_output_weights:

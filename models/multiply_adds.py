@@ -15,7 +15,7 @@ def recurrent_multiply_adds(t: dict[str, Any]) -> float:
 
     The state of each head of Mamba-2 or each value head of a gated delta net is a matrix [components of a key, components of a
     value]. For each token, Mamba-2 uses all elements of this matrix twice: it updates the state, and reads the output. A gated
-    delta net also computes the value that the state predicts.
+    delta net uses them a third time, to compute the value that the state predicts.
     """
     width, values = t["hidden_size"], recurrent_value_width(t)
     if "mamba_num_heads" in t:
@@ -29,7 +29,7 @@ def recurrent_multiply_adds(t: dict[str, Any]) -> float:
 
 
 def recurrent_value_width(t: dict[str, Any]) -> int:
-    """Return the number of elements of the values of all heads of a recurrent layer."""
+    """Return the number of components that the values of all heads of a recurrent layer have together, per token."""
     if "mamba_num_heads" in t:
         return t["mamba_num_heads"] * t["mamba_head_dim"]
     return t["linear_num_value_heads"] * t["linear_value_head_dim"]
@@ -54,8 +54,8 @@ def indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
 def mlp_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return the multiply-adds per token of an MLP, and of the experts in its place.
 
-    A token is computed by the experts that its router chooses, and by the shared experts. An MLP without a gate has two matrices
-    instead of three.
+    Each token passes through the experts that its router chooses, and through the shared experts. An MLP without a gate has two
+    matrices instead of three.
     """
     per_channel = (3 if t["gated_linear_unit"] else 2) * t["hidden_size"]
     routed = t.get("moe_router_topk", 0) * t.get("moe_ffn_hidden_size", 0)

@@ -266,7 +266,7 @@ def _command_line(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _echo(stream: IO[str], last: deque[str]) -> None:
-    """Copy a stream to stderr line by line, and keep its last lines."""
+    """Copy a stream to stderr line by line, and append each line to `last`, which keeps only the newest lines."""
     for line in stream:
         last.append(line.rstrip("\n"))
         with suppress(Exception):  # if stderr is closed, go on reading, so that the child does not block on a full pipe

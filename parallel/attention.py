@@ -2,8 +2,9 @@
 
 Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
 backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are the
-numbers of query heads and key/value heads on this rank, and d is the number of channels per head. In `append_sinks`, L and K are
-the numbers of queries and keys of one call; otherwise, K is the number of keys of all calls.
+numbers of query heads and key/value heads on this rank, and d is the number of channels per head. K is the number of keys that
+all calls of the pack (parallel.packing.AttentionCall) read. Only in `append_sinks`, L and K are the numbers of queries and keys
+of a single chunk.
 
 An attention sink (gpt-oss) is a logit of each query head that is only in the denominator of the softmax: the weight of key j is
 exp(s_j) / (exp(sink) + sum_k exp(s_k)), where s_k is the scaled product of the query and key k. Logits and sums are in float32,
@@ -59,7 +60,7 @@ class SoftmaxSettings:
 
     scale: float  # factor of the products
     dropout: float = 0.0  # probability with which a weight becomes zero
-    window: int | None = None  # a query attends at most to its last `window` keys, its own key included; None: no limit
+    window: int | None = None  # a query attends only to its own key and the `window` - 1 keys before it; None: no limit
     sinks: Tensor | None = None  # [n] attention sinks; None: there are none
 
 
@@ -67,9 +68,9 @@ class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
     k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only the
-    last tokens. A chunk is a run of consecutive queries of one segment (parallel.packing). Its keys belong to all tokens of the
-    sequence up to its last query, in order, also with shared prompts and with context parallelism. So a window is a band along
-    the causal diagonal of the chunk.
+    tokens of the window. A chunk consists of consecutive queries of one segment (parallel.packing). The keys of the chunk belong
+    to all tokens of the sequence up to the chunk's last query, in order, also with shared prompts and with context parallelism.
+    So a window is a band along the causal diagonal of the chunk.
 
     With softmax_type="learnable", each query head has a sink. As in Megatron, the sinks are the parameter softmax_offset.
     """
@@ -235,7 +236,7 @@ def _varlen_kernel(channels: int) -> Callable[..., Any]:
     return varlen_attn
 
 
-def _sink_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _attention_kernels_with_sinks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the kernels of torch.nn.attention.varlen for the forward and the backward pass. `_varlen_kernel` registers them."""
     kernels = torch.ops.torch_attn
     return kernels._varlen_attn, kernels._varlen_attn_backward
@@ -276,7 +277,8 @@ class AttendVarlenWithSinks(torch.autograd.Function):
         chunks, scale, window_size = call
         bounds = chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys, call.is_causal
         # The attention is causal or has a window, so torch never uses cuDNN's kernel, whose logarithms have another shape.
-        kernel, _ = _sink_kernels()
+        # without_sink: logarithm of the denominator without the sink. state: state of the kernel's random number generator.
+        kernel, _ = _attention_kernels_with_sinks()
         out, without_sink, state = kernel(query, key, value, *bounds, scale, list(window_size), True)
         log_sum = torch.logaddexp(without_sink, sinks.to(without_sink.dtype).unsqueeze(1))  # [n, L]
         out = (out * (without_sink - log_sum).exp().t().unsqueeze(-1)).to(out.dtype)
@@ -290,7 +292,7 @@ class AttendVarlenWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks."""
         query, key, value, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
-        _, kernel = _sink_kernels()
+        _, kernel = _attention_kernels_with_sinks()
         grads = kernel(
             *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
             *(state, ctx.scale, ctx.window_size),
@@ -312,8 +314,8 @@ def _attend_varlen(
 ) -> Tensor:  # [L, n, channels of value]
     """Compute the attention of all chunks in one call of the flash-attention kernel.
 
-    The causal mask of the kernel aligns the last query of each chunk with the last key of the chunk. The kernel needs values with
-    as many channels as keys. In latent attention, values have fewer channels, so they are padded with zeros.
+    The causal mask of the kernel aligns the last query of each chunk with the last key of the chunk. In the kernel, a value must
+    have as many channels as a key. In latent attention, values have fewer channels, so they are padded with zeros.
     """
     width = value.size(2)
     if width != key.size(2):
@@ -372,8 +374,9 @@ def attend_batched(
 ) -> Tensor:  # [L, n, channels of value]
     """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device.
 
-    `masks` [count, num_queries, num_keys], one for each call, are True at the keys to which a query attends. They must be causal.
-    None in place of a mask: a query attends to all keys that AttentionCall describes.
+    `masks` has one mask [count, num_queries, num_keys] for each call (see the fields of AttentionCall). A mask is True at the
+    keys to which a query attends, and must be causal. None in place of a mask: a query attends to all keys that AttentionCall
+    describes.
     """
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention
@@ -393,6 +396,7 @@ def _attend_call(
     chosen: Tensor | None,
     softmax: SoftmaxSettings,
 ) -> Tensor:
+    """Compute one AttentionCall. `chosen`: the mask of the call, as in `attend_batched`."""
     q, k, v = (x.view(call.count, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     square, window, sinks = call.num_queries == call.num_keys, softmax.window, softmax.sinks
     has_window = window is not None and window < call.num_keys

@@ -96,7 +96,7 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
     `chunks` are this rank's virtual stages, with or without a DistributedDataParallel wrapper. Weights are cast to the model's
     dtype. Extra states of linear layers (FP8 statistics) stay unchanged, because a checkpoint of another device or precision
     does not contain them. If there is an optimizer, it has its own copies of the weights. The caller must update these copies
-    with the optimizer's `reload_model_params()`.
+    by calling the optimizer's `reload_model_params()`.
 
     Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of this model.
     """

@@ -100,7 +100,7 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
     _check_descriptions_exist(folder)
     metadata = read_metadata(folder / METADATA)
     _check_locations(folder, metadata)
-    _check_file_sizes(folder, metadata)  # before the pickles, so that the error for a truncated file says "truncated"
+    _check_file_sizes(folder, metadata)  # before the objects, so that the error for a truncated file says "truncated"
     for path, offset, length in _stored_objects(folder, metadata):
         _check_archive(path, offset, length)
     for path in sorted(folder.glob("*.pt")):  # older Megatron versions store some objects in common.pt

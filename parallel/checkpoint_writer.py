@@ -181,7 +181,7 @@ class CheckpointSave:
 
         This also works while the model is offloaded: the ranks communicate only through `parallel.collectives.object_group()`.
         Raises CheckpointSaveError on all ranks if a writer failed, was killed or does not end within `timeout_s` seconds. The
-        message names the folder and the cause on the first failed rank. All writers have ended when this returns or raises.
+        message names the folder and the cause on the first failed rank. All writers have ended when the method ends.
         """
         assert self._writer is not None, "the constructor raises if there is no writer"
         with raise_on_all_ranks(self._error), span("wait for the checkpoint writer", "checkpoint"):
@@ -236,7 +236,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 def _with_own_storage(part: object) -> object:
     """Give a tensor in host memory a second storage, which covers only the bytes of this tensor.
 
-    Megatron makes a copy of a tensor that is a view of a larger storage. This avoids the copy.
+    Megatron would copy a tensor that is a view of a larger storage.
     """
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
         part.data = _with_second_storage(part.data.detach())
@@ -264,7 +264,11 @@ def _copy_to_host(buckets: list) -> list:
 
 
 def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> WrittenFiles:
-    """Write this rank's files, sync them to the disk, and hash them. An asynchronous save calls this in the forked child."""
+    """Write this rank's files, sync them to the disk, and hash them. An asynchronous save calls this in the forked child.
+
+    `buckets`: Megatron's write buckets. A bucket has the tensors and objects of one file, and its first element is the path of
+    the file. `transforms`: attribute of Megatron's writer. `files`: path -> content of each further file.
+    """
     started_at, since = time.time(), time.perf_counter()
     for path, content in files.items():
         path.write_bytes(content)

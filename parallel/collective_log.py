@@ -1,9 +1,10 @@
 """Log of collectives in a file that other processes can read if this process hangs or dies.
 
-For each process group, the log contains the last collective and the number of collectives so far. With every backend, torch calls
-a hook before it issues a collective. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
-process is killed. On a GPU, the log tells which collectives were issued, but not which of them have finished. If a process group
-hangs, its ranks wait for the rank that has issued the fewest collectives.
+An operation is a collective or a message (a send or a receive). For each process group with several ranks, the log contains the
+last operation, and the numbers of collectives and of messages so far. With every backend, torch calls a hook before it issues an
+operation. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the process is killed. On a GPU,
+the log tells which operations were issued, but not which of them have finished. If a process group hangs, its ranks wait for the
+rank that has issued the fewest collectives.
 """
 
 import atexit
@@ -29,8 +30,8 @@ class LastCollective:
     group: str  # torch's name of the group, the same on all members
     purpose: str  # Megatron's description, such as TENSOR_MODEL_PARALLEL_GROUP
     ranks: tuple[int, ...]  # global ranks of the members
-    num_collectives: int  # number of collectives issued so far, without point-to-point messages
-    num_messages: int  # number of sends and receives so far
+    num_collectives: int  # number of collectives issued so far
+    num_messages: int  # number of sends and receives issued so far
     operation: str  # torch's name of the last operation
     peer: int  # group rank of the other end of a message, or of the root of a broadcast; -1 for other operations
     nbytes: int  # bytes of the first tensor of the last operation

@@ -16,7 +16,7 @@ from parallel.device import backend
 from parallel.spans import span
 
 _object_group: ProcessGroup | None = None  # set by init_process_group
-_gloo_devices: dict[int, Any] = {}  # process id -> the devices of all its gloo groups; a forked process needs its own
+_gloo_devices: dict[int, Any] = {}  # process id -> devices of all its gloo groups; a forked process needs new ones
 
 
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
@@ -61,8 +61,9 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
 def share_gloo_devices() -> None:
     """From now on, create the gloo groups of this process on the devices of its first gloo group. Idempotent.
 
-    torch gives each group a device of its own. Each device has a thread that wakes up 100 times a second, and Megatron creates
-    tens of groups, so the threads of idle groups would take several percent of a core in each rank.
+    torch gives each group a device of its own (gloo's object for a network interface). Each device has a thread that wakes up 100
+    times a second, and Megatron creates tens of groups, so the threads of idle groups would take several percent of a core in
+    each rank.
     """
     dist.Backend.register_backend(
         dist.Backend.GLOO,

@@ -29,7 +29,7 @@ class ParallelDims:
 
     tp: int = 1  # tensor parallel: the matrices of a layer are split over tp ranks
     pp: int = 1  # pipeline parallel: the layers are divided into pp stages of consecutive layers
-    vpp: int = 1  # virtual pipeline stages per rank: each rank has vpp separate blocks of consecutive layers
+    vpp: int = 1  # virtual pipeline parallel: each rank has vpp virtual stages, and each of them has consecutive layers
     cp: int = 1  # context parallel: every sequence is split over cp ranks
     dp: int = 1  # data parallel: dp replicas of the model train on different samples
     ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks

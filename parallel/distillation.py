@@ -7,8 +7,8 @@ Student and teacher have the same vocabulary, but their hidden sizes may differ.
 - `linear_top_k` computes the teacher's k most probable tokens.
 - `linear_top_k_rest_logprobs` computes the student's log-probabilities of these tokens.
 - `divergence_of` compares the probabilities of the k tokens, and the probability of all other tokens together.
-The divergence of the k + 1 probabilities is at most the divergence over the whole vocabulary (data-processing inequality). For
-k = V, the two are equal.
+The divergence of the k + 1 probabilities is at most the divergence over the whole vocabulary (data-processing inequality). If k
+is V, the size of the vocabulary, the two are equal.
 
 As in parallel.logprobs, at most a few chunks of logits exist at a time, and the backward pass computes the logits again.
 `linear_divergence` computes the logits of two models, so it halves the number of positions in a chunk. In addition to the inputs
@@ -21,11 +21,12 @@ rows, so the gradient of `weight` needs no sum over chunks. (A sum over chunks w
 need twice as many bytes as the student's output layer.) Only the gradient of `hidden`, which is much smaller, is summed over the
 slices.
 
-Each divergence has the form D = sum_j F(t_j, s_j). With u_j = s_j dF/ds_j, its gradient with respect to a student's logit x_j is
+Each divergence has the form D = sum_j F_j, where F_j depends on t_j and s_j. With u_j = s_j dF_j/ds_j (`slopes` in the code), the
+gradient of D with respect to a student's logit x_j is
 
     dD / dx_j = u_j - s_j sum_k u_k
 
-With m_j = beta t_j + (1 - beta) s_j, the terms of the three divergences are
+With m_j = beta t_j + (1 - beta) s_j, where beta is a parameter of js (see Divergence), the terms of the three divergences are
 
                 F_j                                                       u_j, up to a constant times s_j
     forward_kl  t_j log(t_j / s_j)                                        -t_j
@@ -72,7 +73,11 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Autograd function of `linear_divergence`. It saves the inputs and statistics [T] for the backward pass."""
+    """Autograd function of `linear_divergence`.
+
+    For the backward pass, it saves the inputs and statistics [T]: log sum_j exp x_j of both models (the normalizers), and the sum
+    of u_j.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, layer: OutputLayer, divergence: Divergence):
@@ -164,7 +169,7 @@ def linear_top_k(
 ) -> tuple[Tensor, Tensor]:  # log-probabilities [T, k + 1], token ids [T, k] int64
     """Compute the k most probable tokens at each position, the most probable first, and their log-probabilities.
 
-    The last column contains the log-probability of all other tokens together, as in `linear_top_k_rest_logprobs`. The results
+    The last column of the log-probabilities belongs to all other tokens together, as in `linear_top_k_rest_logprobs`. The results
     have no gradient.
     """
     layer = OutputLayer(group, group.rank() * weight.size(0), vocab_size, temperature, chunk_size)
@@ -205,10 +210,12 @@ def linear_top_k_rest_logprobs(
 class _LinearTopKRest(torch.autograd.Function):
     """Autograd function of `linear_top_k_rest_logprobs`.
 
-    For the backward pass, it saves the inputs, normalizers [T] and the probabilities [T, k + 1]. Let r be the probability of the
-    other tokens, g_i the gradient of log s_i, and g_r the gradient of log r. The gradient with respect to the logit x_j is then
-    - g_j - s_j (sum_i g_i + g_r) if j is one of the k tokens,
-    - s_j (g_r / r - sum_i g_i - g_r) if j is another token.
+    For the backward pass, it saves the inputs, normalizers [T] and the probabilities [T, k + 1]. Let r be the probability of all
+    other tokens together, and g_i and g_r the gradients of the loss with respect to log s_i and log r, where i is one of the k
+    tokens. The gradient of the loss with respect to the logit x_j is then
+
+        if j is one of the k tokens:  g_j - s_j (sum_i g_i + g_r)
+        if j is another token:        s_j (g_r / r - sum_i g_i - g_r)
     """
 
     @staticmethod

@@ -26,8 +26,9 @@ class PackedImages:
     # pipeline stage reads the pixels
     pixel_values: Tensor
     grid_thw: Tensor  # [images, 3] number of patches along time, height and width; on the host
-    token_index: Tensor  # [n] index of each image token among the L tokens of this rank
-    output_index: Tensor  # [n] index of the token's embedding among the outputs of the vision tower
+    token_index: Tensor  # [image tokens of this rank] index of each image token among the L tokens of this rank
+    # [image tokens of this rank] index of the token's embedding among the outputs of the vision tower
+    output_index: Tensor
 
 
 def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: int) -> Ints:
@@ -93,8 +94,8 @@ class SequenceImages:
     ) -> int:
         """Add the images of the sequence whose tokens are `span`. Returns the index of the first output of these images.
 
-        `is_image`: whether each token of the sequence is an image token. `first_output`: result of an earlier call with the same
-        images, which then are not computed again.
+        `span`: indices of the tokens among the S tokens. `is_image`: whether each token of the sequence is an image token.
+        `first_output`: result of an earlier call with the same images; the vision tower then computes these images only once.
         """
         start = self.num_outputs if first_output is None else first_output
         if first_output is None:

@@ -52,7 +52,7 @@ class ProjectionNorm(torch.nn.Module):
 class _NormOverRanks(torch.autograd.Function):
     """RMSNorm of rows whose columns are distributed over the ranks of a group, computed in float32 or in a wider dtype.
 
-    The forward pass saves its input and one number per row.
+    The forward pass saves its inputs and one number per row.
     """
 
     @staticmethod
@@ -94,10 +94,10 @@ class VariantSelfAttention(SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         *args,
-        projection_norms: bool = False,
+        projection_norms: bool = False,  # whether queries and keys have a ProjectionNorm
         rotary: RotaryEmbedding | None = None,  # None: the rotary embedding of the model; layers share the object
         interleaved: int = 0,
-        query_scaling: QueryScaling | None = None,
+        query_scaling: QueryScaling | None = None,  # None: queries are not scaled
         **kwargs,
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -184,8 +184,8 @@ def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[.
         module.explicit_expert_comm = True  # type: ignore[bad-assignment]
         for name, parameter in module.named_parameters():
             if name.startswith("bias"):
-                # With sequence parallelism, Megatron 0.19 would add the gradients of different experts, because it sums the
-                # gradients of such parameters over the tensor-parallel ranks.
+                # Megatron 0.19 sums the gradients of parameters with this mark over the tensor-parallel ranks. For a bias, it
+                # would add the gradients of different experts.
                 parameter.sequence_parallel = False  # type: ignore[missing-attribute]
         if groups.etp_group().rank() > 0:
             module.register_forward_hook(_without_bias)

@@ -13,6 +13,7 @@ Formulas for the logits x = hidden @ weight.T / temperature, with p = softmax(x)
     entropy E = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
     sum of squares = sum_j p_j^2 = sum_j exp(2 x_j) / (sum_k exp x_k)^2
     d log p_t / d x_j = [j = t] - p_j        d E / d x_j = -p_j (log p_j + E)
+where t is the target, and [j = t] is 1 if j is the target and 0 otherwise.
 
 In shapes, T is the number of positions, n the number of positions in a chunk, H the hidden size, and V/tp the number of
 vocabulary rows on this rank.
@@ -31,7 +32,7 @@ PADDING_LOGIT = -1e30
 PRODUCT_ROWS = 8192
 """Largest number of rows of a matrix product that exist at a time while the product is added to a sum of a wider dtype."""
 ALIGNED_ROWS = 64
-"""If the rows do not fit into one slice, larger slices are rounded down to a multiple of this number: such products are fast."""
+"""A slice of more than this number of rows, but not of all rows, is rounded down to a multiple of it: such products are fast."""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula

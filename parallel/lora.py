@@ -1,8 +1,9 @@
 """LoRA: low-rank adapters for the linear layers of a Megatron model whose own weights are frozen.
 
 A linear layer with an adapter computes y = W x + (alpha / rank) B A x (Hu et al. 2021, arXiv:2106.09685, section 4.1). Only
-A [rank, in] and B [out, rank] are trained. Megatron fuses matrices of Hugging Face in one linear layer, such as the projections
-of queries, keys and values. Each of these matrices has its own A and B.
+A [rank, in] and B [out, rank] are trained. Megatron fuses several Hugging Face matrices into one linear layer, such as the
+projections of queries, keys and values. Each of these matrices has its own A and B. In shapes, `in` and `out` are the numbers of
+inputs and outputs, on this rank, of the linear layer or of one of its matrices, and L is the number of tokens on this rank.
 
 The adapter is split over tensor-parallel ranks in the same way as its linear layer:
 
@@ -57,7 +58,7 @@ class LinearSplit:
     """How the linear layer of an adapter is split over tensor-parallel ranks."""
 
     axis: int | None  # dim of the weight [out, in] that is split; None: every rank has the whole weight
-    # matrix of Hugging Face -> number of its output rows on this rank, in the order in which `merge` needs them
+    # Hugging Face matrix -> number of its output rows on this rank; the order of the matrices is the order that `merge` needs
     rows: Mapping[str, int]
     # combines the rows of the matrices to the rows of the linear layer (ParamMapping.merge)
     merge: Callable[[Sequence[Tensor]], Tensor]

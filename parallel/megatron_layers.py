@@ -4,12 +4,11 @@ The plain torch modules have the same parameter names as Transformer Engine's mo
 tables are the same on GPUs and CPUs.
 
 The load-balancing losses of the MoE routers do not depend on the layout. With routing replay (Rollout Routing Replay, Ma et al.
-2025), the trainer sends each token to the experts that the engine chose for the token. This holds in the forward pass, the
-backward pass and recomputation. The trainer computes the probabilities of these experts itself, so the router still receives
-gradients.
+2025), the trainer sends each token to the experts that the engine chose for the token, in the forward pass, the backward pass and
+recomputation. The trainer computes the probabilities of these experts itself, so the router still receives gradients.
 
-In shapes, L is the number of tokens on this rank, n is the number of heads, and d is the number of channels per head. In shapes
-of angles, d is the number of channels per head that RoPE rotates.
+In shapes, L is the number of tokens on this rank, H is the hidden size, n is the number of heads, and d is the number of channels
+per head. In shapes of angles, d is the number of channels per head that RoPE rotates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +126,7 @@ class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
     axes: Tensor
 
     def __init__(self, rope: Rope, axes: Sequence[int]) -> None:
-        """`axes`: for each pair of components, the axis whose position rotates the pair."""
+        """`axes`: for each pair of components, the axis (0, 1 or 2) whose position rotates the pair."""
         super().__init__(rope)
         self.register_buffer("axes", torch.tensor([*axes, *axes]).view(1, 1, 1, -1), persistent=False)
 
@@ -202,7 +201,7 @@ class DownProjection(torch.nn.Linear):
 
 
 class AmplifiedRotaryEmbedding(PackedRotaryEmbedding):
-    """Rotary embedding that also returns its amplitude, because Megatron's latent attention expects both."""
+    """Rotary embedding that also returns its amplitude, because Megatron's latent attention expects angles and amplitude."""
 
     def __init__(self, rope: Rope) -> None:
         super().__init__(rope)

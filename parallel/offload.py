@@ -131,7 +131,7 @@ class ModelOffloader:
 
 
 class WeightsOnHost:
-    """A copy of a model's trained weights and buffers on the host. `load` overwrites those on the device with this copy.
+    """A copy of a model's trained weights and buffers on the host. `load` restores this copy on the device.
 
     Frozen weights never change, so they are not copied. In a model with LoRA adapters, only the adapters are copied.
 
@@ -142,10 +142,11 @@ class WeightsOnHost:
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         """`chunks` are this rank's virtual stages."""
         self._chunks, self._memory = chunks, _HostMemory()
-        self._spans: list[list[Tensor]] = []  # for each storage of weights, the host memory with its copy
+        # for each storage of weights, the host memory with the copy of this storage
+        self._spans: list[list[Tensor]] = []
 
     def save(self) -> None:
-        """Copy the weights from the device to the host. This reuses the host memory of the last copy."""
+        """Copy the weights from the device to the host. This reuses the host memory of the previous copy."""
         storages = self._storages()
         if not self._spans:
             self._spans = [list(self._memory.take(storage.nbytes())) for storage in storages]
@@ -170,7 +171,7 @@ class _HostMemory:
         self.used = 0  # bytes used in the blocks
 
     def take(self, nbytes: int) -> Iterator[Tensor]:
-        """Yield the next `nbytes` bytes in spans that do not cross blocks."""
+        """Yield the next `nbytes` bytes as spans: uint8 tensors, each of which is a part of one block."""
         while nbytes:
             number, start = divmod(self.used, BLOCK_BYTES)
             if number == len(self._blocks):

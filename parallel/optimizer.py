@@ -88,13 +88,13 @@ class GradientReducer:
 
 
 class _WatchedGroup:
-    """A bucket group of Megatron, with a count of the gradients that each parameter got from the last micro-batch."""
+    """A bucket group of Megatron, with the number of gradients that each parameter got from the last micro-batch of a step."""
 
     def __init__(self, group: _ParamAndGradBucketGroup, chunk: DistributedDataParallel) -> None:
         self.params = group.params
         self._group, self._chunk = group, chunk
-        # Number of gradients that each parameter gets; more than one if several recomputed segments use the parameter. None: no
-        # step has given gradients to all parameters yet.
+        # Number of gradients that each parameter gets: more than 1 if several parts of the model that are recomputed separately
+        # use the parameter. None: no step has given gradients to all parameters yet.
         self._expected: dict[Parameter, int] | None = None
         self._found: dict[Parameter, int] = {}
         self._started = False
@@ -114,7 +114,8 @@ class _WatchedGroup:
         if self._expected is None and len(self._found) == len(self.params):
             self._expected = self._found
         self._found, self._started = {}, False
-        self._group.per_param_grad_ready_counts = {}  # keeps Megatron in the state of the first step
+        # As before the first step, in which Megatron starts no reduction itself.
+        self._group.per_param_grad_ready_counts = {}
 
 
 def _in_backward_order(chunk: DistributedDataParallel) -> list[_ParamAndGradBucketGroup]:
@@ -233,8 +234,8 @@ def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
 def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
     """Return the sharded tensors that this rank writes. They share memory with the optimizer. Every rank calls this.
 
-    `weights` are the sharded weights of all virtual stages of this rank. Before the first optimizer step,
-    the optimizer state is created as zeros.
+    `weights` are the sharded weights of all virtual stages of this rank. If no optimizer step has run yet, the optimizer state is
+    created as zeros.
     """
     initialize_optimizer_state(optimizer)
     description_of_param = _description_of_param(weights)
@@ -258,9 +259,9 @@ def _whole_states(
 ) -> Iterator[dict[str, ShardedDescription]]:
     """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
-    The order of the tensors is the order in which that function reads them. Megatron 0.19 has a function for the same purpose,
-    which takes slices of a buffer without padding between buckets. But its offsets include the padding, so with several buckets
-    it warns of damaged data.
+    The order of the tensors is the order in which that function reads them. Megatron 0.19 has its own function for this purpose.
+    It takes slices of a buffer that has no padding between buckets, but the offsets of the slices include the padding. So with
+    several buckets, it warns of damaged data.
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:
@@ -281,16 +282,16 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: in
     """
     with torch.no_grad():
         for number, part in enumerate(_optimizers(optimizer)):
-            for of_param in _torch_adam_states(part):
-                of_param.pop("step", None)  # otherwise Megatron would look for this tensor in the checkpoint
+            for adam_state in _torch_adam_states(part):
+                adam_state.pop("step", None)  # otherwise Megatron would look for this tensor in the checkpoint
             part.load_parameter_state_from_fully_reshardable(state[number])
             _set_num_steps(part, steps)
 
 
 def _set_num_steps(part: DistributedOptimizer, steps: int) -> None:
     if isinstance(part.optimizer, torch.optim.Adam):
-        for of_param in _torch_adam_states(part):
-            of_param["step"] = torch.tensor(float(steps))
+        for adam_state in _torch_adam_states(part):
+            adam_state["step"] = torch.tensor(float(steps))
     else:
         for group in part.optimizer.param_groups:
             group["step"] = steps
@@ -317,7 +318,7 @@ def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return the optimizers of the dense parameters and of the experts, which have different data-parallel groups."""
+    """Return the parts of the optimizer, for dense parameters and for experts, which have different data-parallel groups."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]  # a stub: the pipeline stage has no experts
 
@@ -327,7 +328,7 @@ def _groups(optimizer: MegatronOptimizer) -> list[dict]:
 
 
 def _torch_adam_states(part: DistributedOptimizer) -> list[dict]:
-    """Return the state of each parameter if `part` uses torch's Adam or AdamW, otherwise []. This state has the step count."""
+    """Return the state of each parameter, with its step count, if `part` uses torch's Adam or AdamW; otherwise []."""
     return list(part.optimizer.state.values()) if isinstance(part.optimizer, torch.optim.Adam) else []
 
 

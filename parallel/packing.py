@@ -10,8 +10,8 @@ Context parallelism splits every segment into `2 * cp` chunks of equal length. R
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
 segment is not a multiple of `2 * cp`, padding tokens are added at its end. No real token attends to a padding token.
 
-In shapes, S is the number of real tokens in all segments, L is the number of tokens on this rank, including padding, and K is the
-number of keys that all attention calls on this rank read, repetitions included.
+In shapes, S is the number of real tokens in all segments, L is the number of tokens on this rank, including padding, H is the
+hidden size, and K is the number of keys that all attention calls on this rank read, repetitions included.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Segment:
-    """A consecutive run of tokens in a pack."""
+    """Consecutive tokens in a pack."""
 
     length: int
     parent: int | None = None  # index of the earlier segment that this segment continues; None: no parent
@@ -102,9 +102,9 @@ class PackedSequences(PackedSeqParams):
     # [L, 1, H] each, or [L/tp, 1, H] under sequence parallelism: what is added to the output of layer 0, 1, ... (DeepStack)
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
-    # index of a layer with an indexer -> the keys that it has chosen, see parallel.sparse_attention. Only layers whose choice the
-    # next layer reads have an entry. In training, the layer's backward pass removes the entry. Otherwise, the last layer that
-    # reads the entry removes it.
+    # index of a layer with an indexer -> the masks of the keys that the layer has chosen, one for each of `calls` (see
+    # parallel.sparse_attention). Only layers whose choice the next layer reads have an entry. In training, the layer's backward
+    # pass removes the entry. Otherwise, the last layer that reads the entry removes it.
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     # [MTP layers, L] row i: the token i + 1 places after each token in its sequence, 0 after the end; None: no MTP layer runs
     later_tokens: Tensor | None = None
@@ -135,8 +135,8 @@ def pack(
     attention are set. That attention does not support segments with a parent.
 
     By default, chunks of equal shape are next to each other, so that one batched call computes them. A kernel for sequences of
-    variable length does not need this. With `chunks_in_token_order`, the chunks keep the order of the tokens, so that the queries
-    need no permutation. Without shared prompts and context parallelism, the keys need no permutation either.
+    variable length does not need this order. With `chunks_in_token_order`, the chunks keep the order of the tokens, so that the
+    queries need no permutation. Without shared prompts and context parallelism, the keys need no permutation either.
 
     Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """

@@ -31,9 +31,10 @@ class PackedMicroBatch(Protocol):
 OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Any]
 """Function that computes the input of the loss function on the last pipeline stage.
 
-Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence parallelism), the output layer, the weight of a tied
-embedding (None: not tied), and the micro-batch. If MTP layers compute, the hidden states are [L, (1 + MTP layers) * H], those of
-the main model first. The result is then a tuple, whose first element belongs to the main model.
+Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence parallelism; H is the hidden size), the output layer, the
+weight of a tied embedding (None: not tied), and the micro-batch. If MTP layers run, the hidden states are
+[L, (1 + MTP layers) * H], and the columns of the main model come first. The result is then a tuple, whose first element belongs
+to the main model.
 """
 type LossFunction[O] = Callable[[Any, Any], tuple[Tensor, O]]
 """Function that gets (result of the output head, micro-batch) and returns (loss, outputs of the micro-batch)."""
@@ -66,7 +67,7 @@ def run_forward_backward[O](
     # would wait for the copy.
     config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
     for chunk in chunks:
-        chunk.force_all_reduce = all_reduce_gradients  # GradientReducer reads it when it starts a reduction
+        chunk.force_all_reduce = all_reduce_gradients  # GradientReducer reads this attribute before each reduction
     if not micro_batches:
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)
@@ -121,7 +122,7 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
 def _record_backward(output: Tensor, tokens: int) -> None:
     """Record a span that begins when autograd has the gradient of `output`, and ends when the backward pass ends.
 
-    This needs a hook, because Megatron itself calls the backward pass, and Megatron's schedules cannot measure its duration.
+    The function uses a hook, because Megatron's schedules call the backward pass and do not measure its duration.
     """
     if not (is_recording() and output.requires_grad):
         return

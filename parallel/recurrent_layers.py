@@ -8,6 +8,8 @@ Megatron 0.19 has both layers (megatron.core.ssm). They cannot compute packs wit
 state to a sequence. They also need a GPU and the packages flash-linear-attention, mamba-ssm and causal-conv1d, and the gated
 delta net needs at least tp x cp key heads. Their constructors and their forward passes would all have to be replaced, so the
 classes of this module do not derive from them. The fields of the config are Megatron's.
+
+In shapes, S is the number of real tokens of the pack, L is the number of tokens on this rank, and H is the hidden size.
 """
 
 from collections.abc import Mapping
@@ -30,13 +32,14 @@ from torch.nn import Parameter
 from parallel.packing import PackedSequences
 from parallel.segment_recurrence import RecurrencePlan, causal_convolution, gated_delta_rule, selective_scan
 
-CONVOLVED, GATE, NUMBERS = "convolved", "gate", "numbers"  # keys of `columns`, see PackedRecurrence
+CONVOLVED, GATE, NUMBERS = "convolved", "gate", "numbers"  # keys of `PackedRecurrence.columns`
 
 
-class PlanOfLastPack:
+class PlanCache:
     """Keeps the plan of the last pack, because all recurrent layers of a virtual stage and their recomputation use it."""
 
     def __init__(self, kernel: int) -> None:
+        """`kernel`: number of tokens that the convolution reads for one token."""
         self.kernel = kernel
         self._last: tuple[PackedSequences, RecurrencePlan] | None = None
 
@@ -49,11 +52,11 @@ class PlanOfLastPack:
 class PackedRecurrence(MegatronModule):
     """Layer with a recurrence over packs. Each tensor-parallel rank has a part of the groups of heads.
 
-    The rows of the input projection are ordered by groups. `columns` says which rows a group has, in order: the inputs of the
-    convolution and the recurrence (CONVOLVED), the gates (GATE), and the numbers of its heads (NUMBERS). So the rows of a
-    tensor-parallel rank are consecutive. Under context parallelism, every rank gathers the projections of the whole pack and
-    computes the convolution and the recurrence for all tokens, because ranks that split a recurrence along the sequence would
-    have to wait for each other. Each rank computes the gates, the norm and the matrices only for its own tokens.
+    The rows of the input projection are ordered by groups. `columns` says how many rows of each kind a group has, in their order:
+    the inputs of the convolution and the recurrence (CONVOLVED), the gates (GATE), and the numbers of its heads (NUMBERS). So the
+    rows of a tensor-parallel rank are consecutive. Under context parallelism, every rank gathers the projections of the whole
+    pack and computes the convolution and the recurrence for all tokens, because ranks that split a recurrence along the sequence
+    would have to wait for each other. Each rank computes the gates, the norm and the matrices only for its own tokens.
     """
 
     sharded: ClassVar[Mapping[str, int]]  # parameter of the layer itself -> dim that tensor parallelism shards
@@ -65,7 +68,7 @@ class PackedRecurrence(MegatronModule):
         *,
         input_linear: type,  # column-parallel matrix that contains the norm before the layer
         output_linear: type,  # row-parallel matrix
-        plans: PlanOfLastPack,
+        plans: PlanCache,
         pg_collection: ProcessGroupCollection,
         **sizes: Any,  # see _set_sizes
     ) -> None:
@@ -161,9 +164,9 @@ class PackedGatedDeltaNet(PackedRecurrence):
     """Gated delta net over packs (Yang et al., 2024, arXiv:2412.06464). Each tensor-parallel rank has a part of the heads.
 
     The layer projects each token to queries, keys, values, output gates, and two numbers for each value head. Beta determines the
-    weight of the update of the state, and alpha determines the decay of the state. Several value heads share a key head, and form
-    a group with this key head. A group has the rows of its query, its key, its values, its gates, and one beta and one alpha for
-    each of its value heads.
+    weight of the update of the state. The state decays by the factor exp(-exp(A_log) softplus(alpha + dt_bias)), with learned
+    A_log and dt_bias for each value head. Several value heads share a key head, and form a group with this key head. A group has
+    the rows of its query, its key, its values, its gates, and one beta and one alpha for each of its value heads.
     """
 
     sharded = dict.fromkeys(("conv_weight", "dt_bias", "A_log"), 0)
@@ -209,10 +212,10 @@ class PackedMamba2(PackedRecurrence):
     """Mamba-2 layer over packs (Dao and Gu, 2024, arXiv:2405.21060). Each tensor-parallel rank has a part of the groups of heads.
 
     The layer projects each token to gates, values (x in the paper), keys (B), queries (C), and one number for each head. All
-    heads of a group have the same key and query. The step (Delta) of a head is softplus(number + dt_bias). It is the weight of
-    the update of the state. The step times a learned rate determines the decay of the state. The output of the recurrence, plus a
-    learned multiple of the value, is multiplied by the gate and then normalized over all heads of a group. A group has the rows
-    of its gates, its values, its key, its query, and one number for each of its heads.
+    heads of a group have the same key and query. The step (Delta) of a head, softplus(number + dt_bias), is the weight of the
+    update of the state. The step times a learned rate, exp(A_log), determines the decay of the state. The output of the
+    recurrence, plus a learned multiple D of the value, is multiplied by the gate and then normalized over all heads of a group. A
+    group has the rows of its gates, its values, its key, its query, and one number for each of its heads.
     """
 
     sharded = dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight"), 0)

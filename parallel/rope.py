@@ -119,7 +119,7 @@ class YarnRope(Rope):
     beta_fast: float | None = None  # None: 32
     beta_slow: float | None = None  # None: 1
     attention_factor: float | None = None  # the amplitude; None: see `derived_amplitude`
-    # If both fields are set, derived_amplitude is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim).
+    # If both are set and not 0, derived_amplitude is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim).
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether the ramp begins and ends at whole pairs

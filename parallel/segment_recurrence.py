@@ -7,8 +7,8 @@ arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21
 forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all chunks with the same
 number of chunks before them in their sequence, and is computed in one batch. This module does not communicate.
 
-In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, and k and
-v are the numbers of channels of a key and of a value.
+In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, g is the
+number of groups of heads, and k and v are the numbers of channels of a key and of a value.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ class RecurrencePlan:
     rows: Tensor | None
     # [L] index of each row of this rank among the real tokens, S for padding; None: the first S rows are the tokens, in order
     own: Tensor | None
-    # for each segment, indices of the `kernel - 1` tokens before the segment in its sequence, and then of its tokens; S: no token
+    # the inputs of the convolution: for each segment, indices of the `kernel - 1` tokens before the segment in its sequence (see
+    # `of`), and then of the segment's own tokens; S: no token
     history: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
@@ -136,8 +137,8 @@ def _chunk_forest(layout: PackLayout, chunk: int) -> tuple[Ints, Ints, Ints, lis
 def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan, bias: Tensor | None = None) -> Tensor:
     """Return the depthwise convolution [S, D] of `x` [S, D] with `weight` [D, 1, kernel] along each sequence, plus `bias` [D].
 
-    The last element of a kernel is the factor of the token itself, and the element before it is the factor of the token before.
-    The tokens before the start of a sequence count as zeros.
+    D is the number of channels. The last element of a kernel is the factor of the token itself, and the element before it is the
+    factor of the token before. The tokens before the start of a sequence count as zeros.
     """
     out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, bias, groups=len(weight))[0].T
     return out if plan.convolved is None else out.index_select(0, plan.convolved)
@@ -186,7 +187,8 @@ def _scan(
     right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
-    # For each level: the values that a chunk writes if the state before the chunk is zero, and how much this state changes them.
+    # For each level: the values that a chunk writes if the state before the chunk is zero, and the factors by which this state
+    # changes these values.
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
     reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)

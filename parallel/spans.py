@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["phase", "micro_batch", "collective", "engine_batch", "request", "weight_sync", "checkpoint", "reward"]
 FOLDER = "timeline"  # folder in the run directory
-PROCESS_ENV = "MRL_TIMELINE"  # environment variable with the folder, role and first rank of a child process's spans
+PROCESS_ENV = "MRL_TIMELINE"  # environment variable of a child process: JSON of the arguments of `child_environment`
 MAX_FILE_BYTES = 256 * 1024 * 1024  # a process stops recording when its file is this large
 MAX_WAITING_SPANS = 100_000  # spans that wait in memory to be written; further spans are dropped
 WRITE_INTERVAL_S = 1.0
@@ -99,7 +99,8 @@ class _Recorder:
 def join_batches(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join successive engine batches with the same name and step. Otherwise an engine would write a line for each decode batch.
 
-    The joined span has the sums of `batches` and `tokens`, and the largest values of `responses` and `waiting`.
+    In `args`, the joined span has the total numbers of `batches` and `tokens`, and the largest numbers of `responses` in a batch
+    and of `waiting` requests.
     """
     joined: list[dict[str, Any]] = []
     for span in spans:
@@ -228,7 +229,10 @@ class _Span:
 
 
 def child_environment(folder: str | Path, role: str, first_rank: int) -> dict[str, str]:
-    """Return the environment variable with which a child process can call `start_from_environment`."""
+    """Return the environment variable with which a child process can call `start_from_environment`.
+
+    `first_rank`: rank of the first process that the child starts, among all processes with this role.
+    """
     return {PROCESS_ENV: json.dumps([str(folder), role, first_rank])}
 
 

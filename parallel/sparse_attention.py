@@ -5,23 +5,24 @@ the best scores. The index score of key s for the query of token t is
 
     I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s])     (equation 1)
 
-over the heads j of the indexer. q comes from the compressed queries of latent attention, k and w come from the hidden states, and
-RoPE rotates the first components of q and k. As in transformers, w contains the factor 1 / sqrt(heads * channels).
+over the heads j of the indexer. q comes from the compressed queries of latent attention (the normalized output of their
+down-projection, with q_lora_rank channels), k and w come from the hidden states, and RoPE rotates the first components of q and
+k. As in transformers, w contains the factor 1 / sqrt(heads * channels), with the heads and channels of the indexer.
 
 The choice of keys has no gradient, so the loss of a policy gives the indexer no gradient. (In pretraining, the indexer learns
 from a loss of its own, on the distribution of the attention's weights.) Therefore the weights of the indexer are frozen: they
-have no gradient buffers and no optimizer state. Nothing flows back from the scores to the hidden states either.
+have no gradient buffers and no optimizer state. The scores give the hidden states no gradient either.
 
 Queries and keys have the dtype of the model. The index scores are computed from them in float32. Of keys with equal scores, the
 earliest are chosen, so the choice does not depend on the layout or on the kernel. (torch.topk breaks ties in no fixed order.) If
 no query of a pack has more than `topk` keys, a token attends to all of them, and the indexer computes nothing.
 
-In GLM-5 models, a layer may have no indexer. Then it uses the keys that the last layer before it with an indexer has chosen. Both
-layers must be in the same pipeline stage.
+In GLM-5 models, a layer may have no indexer. Then it uses the keys that the nearest earlier layer with an indexer has chosen.
+Both layers must be in the same pipeline stage.
 
-The trainer computes the products of a query with all earlier keys and masks those that are not chosen. In shapes, L is the number
-of tokens on this rank, n is the number of heads of the attention on this rank, h and c are the numbers of heads and of channels
-of the indexer, and K is the number of keys.
+The trainer computes the products of a query with all earlier keys, and masks the products with keys that are not chosen. In
+shapes, L is the number of tokens on this rank, H is the hidden size, n is the number of heads of the attention on this rank, d is
+the number of channels per head, h and c are the numbers of heads and of channels of the indexer, and K is the number of keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class LightningIndexer(torch.nn.Module):
     """Chooses the keys to which each token attends. Every tensor-parallel rank computes all heads of the indexer.
 
     The ranks gather the compressed queries [L, q_lora_rank], the keys [L, c] and the weights of the heads [L, h], so that each
-    rank chooses the keys for all L queries. Gathering the queries of all heads would send more data.
+    rank chooses the keys for all L queries. It would send more data to gather the queries [L, h, c] of all heads.
     """
 
     def __init__(self, config: MLATransformerConfig, rotary: AmplifiedRotaryEmbedding) -> None:
@@ -106,9 +107,9 @@ class LightningIndexer(torch.nn.Module):
             query, weights = (rows.index_select(0, pack.query_index) for rows in (query, weights))
         if pack.key_index is not None:
             key = key.index_select(0, pack.key_index)
-        queries, of_heads = (rows.split([c.count * c.num_queries for c in pack.calls]) for rows in (query, weights))
+        queries, head_weights = (rows.split([c.count * c.num_queries for c in pack.calls]) for rows in (query, weights))
         keys = key.split([call.count * call.num_keys for call in pack.calls])
-        calls = zip(queries, keys, of_heads, pack.calls, strict=True)
+        calls = zip(queries, keys, head_weights, pack.calls, strict=True)
         return [choose_keys(q, k, w, call, self.topk) if call.num_keys > self.topk else None for q, k, w, call in calls]
 
     def _rotate(self, x: Tensor, pack: PackedSequences) -> Tensor:
@@ -213,8 +214,8 @@ class SparseAttention(PackedAttention):
     def _choose(self, x: Tensor, qr: Tensor, pack: PackedSequences, query: Tensor) -> list[Tensor | None]:
         """Choose the keys, and keep them for the layers that also use them.
 
-        They are dropped in the backward pass of this layer, which comes after those of the layers that read them, also with
-        recomputation.
+        The backward pass of this layer drops the keys. The layers that also use the keys run their backward passes before this
+        layer, also with recomputation.
         """
         assert self.indexer is not None, "this layer chooses the keys"
         masks = self.indexer(x.flatten(0, 1), qr, pack, self.tp_group, self.cp_group)

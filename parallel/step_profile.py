@@ -24,7 +24,7 @@ class StepProfiler:
         self._path, self._memory = folder, False
 
     def begin_step(self, step: int, enabled: bool, memory: bool = False) -> None:
-        """Write the profile of the last step if it was profiled. Profile the step that begins now if `enabled` is true.
+        """Write the profile of the previous step if it was profiled. Profile the step that begins now if `enabled` is true.
 
         With `memory` on a CPU, the profile contains the allocations of each operator. With `memory` on a GPU, a second file
         contains the history of the allocator, which pytorch.org/memory_viz shows.

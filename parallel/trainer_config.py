@@ -268,6 +268,7 @@ _RESERVED_PREFIXES = {
 }  # fmt: skip
 """Prefix of field names -> why a user cannot set fields with this prefix."""
 
+# _DDP and _OPTIMIZER: arguments of `annotations_of`. _TYPES: type annotation of a field -> types that the value may have.
 _DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 _OPTIMIZER = ("optimizer/optimizer_config.py", "OptimizerConfig")
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
@@ -299,7 +300,7 @@ def settings_key_of(name: str) -> str | None:
 def check_ddp_settings(settings: Mapping[str, Any], key: str, overlap: bool | None) -> None:
     """Raise ValueError if the config key `key` has a field of DistributedDataParallelConfig that a user cannot set.
 
-    `overlap`: the value of trainer.overlap_grad_reduce.
+    `overlap`: the value of trainer.overlap_grad_reduce; None: the default, which depends on the device.
     """
     for name, value in settings.items():
         _check(name, value, key, _DDP, DDP_RESERVED)

@@ -1,8 +1,8 @@
 """Converts checkpoints between Hugging Face and Megatron, checks that a conversion is exact, and converts GGUF files.
 
 A conversion between Hugging Face and Megatron handles one tensor at a time. It needs no model in memory, no process group and no
-GPU. Only `check_logits` builds models in memory. `from_gguf` converts a GGUF file, the format of llama.cpp, to a Hugging Face
-folder. It dequantizes quantized weights.
+GPU. Only `check_logits` builds models in memory. `from_gguf` dequantizes a GGUF file (the format of llama.cpp) and converts it to
+a Hugging Face folder.
 """
 
 import math
@@ -245,7 +245,7 @@ def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     """Return the logits [tokens, padded vocabulary] of the Megatron model in float32."""
-    from parallel import device  # patches torch below, before the first import from Megatron
+    from parallel import device  # its patch of torch, below, comes before the first import from Megatron
     from parallel.dims import ParallelDims
 
     device.patch_megatron_for_cpu()

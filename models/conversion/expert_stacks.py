@@ -22,15 +22,15 @@ if TYPE_CHECKING:  # the driver checks headers without importing torch
 BLOCK = 32  # number of values with a common scale
 PACKED_DTYPE = "U8"  # dtype of blocks and scales in the spelling of safetensors
 DEQUANTIZED_DTYPE = "BF16"  # dtype of the values that this module returns, in the spelling of safetensors
-SCALES_SUFFIX = "_scales"  # of the tensor with the scales of a stack in MXFP4
+SCALES_SUFFIX = "_scales"  # ends the name of the tensor with the scales of a stack in MXFP4
 NAN_SCALE = 255  # scale that makes all values of its block NaN
 QUANT_METHOD = "mxfp4"
 """Value of `quant_method` in the field `quantization_config` of config.json."""
 
 _BLOCK_BYTES = BLOCK // 2  # two values in each byte
-_EXPONENT_BIAS = 127
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without the sign, which is the highest bit
-_PART = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")
+_EXPONENT_BIAS = 127  # the stored number e stands for the scale 2 ** (e - 127)
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the highest bit is the sign
+_PART = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")  # groups: module, expert, tensor
 _BIAS_SUFFIX = "_bias"
 
 
@@ -39,7 +39,7 @@ class StackPart:
     """A tensor of a table that is one part of a stored tensor."""
 
     stack: str  # name of the stored tensor
-    index: int
+    index: int  # of the expert
     is_matrix: bool  # whether the stack contains the transposed matrix
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class StackPart:
         return shape[::-1] if self.is_matrix else shape
 
     def oriented(self, tensor: Tensor) -> Tensor:
-        """Convert this part from the form in the stack to the form in the table, or back. The result shares the memory."""
+        """Convert this part from the form in the stack to the form in the table, or back. The result is a view of `tensor`."""
         return tensor.t() if self.is_matrix else tensor
 
 

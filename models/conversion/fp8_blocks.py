@@ -25,7 +25,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = dict(
 """Field `quantization_config` of the config.json of a model in this form."""
 
 _MAX_VALUE = 448.0  # largest number in float8_e4m3fn
-_MIN_AMAX = 1e-4  # if the largest absolute weight of a block is smaller, the block gets the scale of this value
+_MIN_AMAX = 1e-4  # lower limit of the largest absolute weight of a block, from which its scale is computed
 _MANTISSA_BITS = 23  # of a float32
 
 
@@ -45,9 +45,9 @@ def quantized_shapes(rows: Iterable[ParamMapping], sizes: dict[str, int]) -> dic
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix as SGLang 0.5.23 does (`per_block_cast_to_fp8` in sglang.srt.layers.quantization.fp8_utils).
 
-    The scale of a block is the smallest power of two with which its largest absolute weight, divided by the scale, is at most
-    448, the largest FP8 number. The division by a power of two is exact, so only the cast to FP8 rounds, and CPUs and GPUs return
-    the same bits.
+    The scale of a block is the smallest power of two for which the largest absolute weight of the block, divided by the scale, is
+    at most 448, the largest FP8 number. The division by a power of two is exact, so only the cast to FP8 rounds, and CPUs and
+    GPUs return the same bits.
 
     Args:
         weight: [out, in], a floating-point dtype.
@@ -118,7 +118,8 @@ def quantizing_reader(
     Before weights are quantized, they are rounded to bfloat16, as in a bfloat16 checkpoint.
 
     Args:
-        read: Function of (name of a Hugging Face tensor, box). It reads unquantized weights of this rank, which has whole blocks.
+        read: Function of (name of a Hugging Face tensor, box). It reads unquantized weights of this rank, which has
+            whole blocks.
         shapes: Name of each quantized matrix -> its shape [out, in].
     """
 

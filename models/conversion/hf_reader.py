@@ -47,7 +47,7 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 _SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # number of bytes at the beginning of a file that contain the length of the header
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # parts of each weight file that a fingerprint contains
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # samples of each weight file for a fingerprint, and the size of a sample
 _MAP_NORESERVE = 0x4000  # Linux flag: a private mapping may be larger than the free memory
 
 
@@ -188,9 +188,9 @@ class HFWeights:
         return all(stored in self._entries for stored in self._stored(name)[1])
 
     def _stored(self, name: str) -> tuple[StackPart | None, tuple[str, ...]]:
-        """Return (part of a stack that the tensor is, names of the stored tensors that contain the part).
+        """Return (the part of a stack that the tensor `name` is, names of the stored tensors that contain the part).
 
-        The part is None if the folder stores a tensor of this name, or no such tensor at all.
+        The part is None if the folder stores a tensor of this name, or if the name is not that of a part.
         """
         part = None if name in self._entries else stack_part(name)
         if part is None:

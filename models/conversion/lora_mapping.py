@@ -100,6 +100,7 @@ def adapter_mappings(
             for old, new in (prefixes or {}).items():
                 module = new + module.removeprefix(old) if module.startswith(old) else module
             peft = _PEFT_PREFIX + module
+            # A [rank, in] is split if the inputs of the matrix are split, and B [out, rank] if the outputs are
             axis_of_a, axis_of_b = (axis if row.axis == axis else None for axis in (1, 0))
             where = dict(present_in=row.present_in, part=row.part, expert=row.expert)
             yield ParamMapping(f"{prefix}.lora_a", (f"{peft}lora_A.weight",), ((RANK, columns),), axis_of_a, **where)

@@ -1,9 +1,10 @@
 """Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors).
 
 A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
-rank has the whole tensor. If a tensor has several sections, each section is split.) Then `merge` combines the shards on one rank
-into a Megatron tensor. The inverse of the first step is concatenation along `axis`, and the inverse of `merge` is `split`.
-Therefore one rule works in both directions. This module does not communicate with other ranks.
+rank has the whole tensor. If a tensor concatenates several sections, such as queries, keys and values in Phi-3, each section is
+split.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is concatenation along
+`axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions. This module does not communicate with
+other ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class ParamMapping:
     """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
 
-    This base class is for parameters that are equal to a single Hugging Face tensor.
+    This base class is for parameters that are equal to a single Hugging Face tensor. The argument `sizes` of the methods is
+    Architecture.sizes: name of a dim -> its size in the whole model.
     """
 
     megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
@@ -104,10 +106,10 @@ class ParamMapping:
     ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     is_frozen: bool = False  # never trained, and without a gradient
-    part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
+    part: str | None = None  # part such as "qkv_bias" (Architecture.parts); only models with it have the parameter
     whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     negative_exp_in_engine: bool = (
-        False  # engines store -exp(x) in place of each value x, such as of the decays of Mamba-2
+        False  # engines store -exp(x) where this tensor has the value x, as for the decays A_log of Mamba-2
     )
     expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter belongs to no expert
 
@@ -120,7 +122,7 @@ class ParamMapping:
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
     def for_index(self, name: str, index: int) -> ParamMapping:
-        """Return this row with `{name}` in its names replaced by the index of a repeated block of the vision tower."""
+        """Return this row with `index` in place of `{name}`, a placeholder for a repeated part of the vision tower."""
         hf = tuple(each.replace(f"{{{name}}}", str(index)) for each in self.hf)
         return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
 
@@ -241,7 +243,10 @@ class QKVMapping(ParamMapping):
         return self._split_groups(tensor, sizes["head_dim"], sizes["q"] // sizes["kv"])
 
     def _split_groups(self, tensor: Tensor, d: int, per_group: int) -> list[Tensor]:
-        """Split groups of `per_group` query heads (or query heads and gates), a key head and a value head of `d` rows."""
+        """Split the tensor of this rank, group by group, into queries (with the gates, if any), keys and values.
+
+        A group has `per_group` query heads (or query heads and gates), one key head and one value head, of `d` rows each.
+        """
         grouped = tensor.reshape(-1, (per_group + 2) * d, *tensor.shape[1:])
         parts = grouped.split([per_group * d, d, d], dim=1)
         return [p.reshape(-1, *tensor.shape[1:]) for p in parts]
@@ -271,8 +276,8 @@ class GatedQKVMapping(QKVMapping):
 class HeadGroupsMapping(ParamMapping):
     """Tensors with rows for each group of heads `[groups * rows, ...]`, which Megatron stores in one tensor, group after group.
 
-    A group has the rows of the first tensor or section, then those of the second one, and so on. The number of groups is the size
-    `head_groups`.
+    A group has its rows of the first tensor (or section), then its rows of the second one, and so on. The whole model has
+    `sizes["head_groups"]` groups.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:

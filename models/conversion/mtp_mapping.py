@@ -1,8 +1,8 @@
-"""Table rows of MTP layers (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2), which are like decoder layers.
+"""Table rows of MTP layers (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 An MTP layer has a norm of the hidden state, a norm of the embedding of a later token, a projection of both together, one decoder
-layer, and a norm before the output layer, which it shares with the model. The decoder layer has attention, and experts if the
-model has experts.
+layer, and a norm before the output layer. The decoder layer has attention, and experts if the model has experts. The output layer
+is that of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MTP_PREFIX = "mtp.layers."
 """Begins the names of all parameters of MTP layers in Megatron."""
 DRAFT_PREFIX = "draft."
 """Begins the names of the parameters of an engine's draft model, which computes the MTP layer."""
-TWO_HIDDEN = "two_hidden"  # size of the input of the projection
+TWO_HIDDEN = "two_hidden"  # name of the width of the projection's input in Architecture.sizes
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
@@ -27,7 +27,7 @@ class MtpNames:
     {depth} is the index of the MTP layer among the MTP layers, from 0, and {number} is the number of decoder layers plus {depth}.
     """
 
-    layer: str  # the decoder layer
+    layer: str  # the decoder layer, without the name of a tensor in it
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -57,7 +57,10 @@ class MtpNames:
     def rows(
         self, rows_of_layers: Iterable[ParamMapping], num_layers: int, num_mtp_layers: int, num_experts: int
     ) -> Iterator[ParamMapping]:
-        """Yield one row for each parameter of the MTP layers. `rows_of_layers`: the rows of the table that apply to layers."""
+        """Yield one row for each parameter of the MTP layers.
+
+        `rows_of_layers`: Family.rows. Rows that are in no layer are ignored.
+        """
         kinds = {"all", "attention_layers", "moe_layers" if num_experts else "dense_layers"}
         inner = [row for row in rows_of_layers if _HF_LAYER in row.hf[0] and row.present_in in kinds]
         for depth in range(num_mtp_layers):

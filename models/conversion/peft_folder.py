@@ -75,7 +75,7 @@ def peft_config(names: Iterable[str], lora: LoraConfig, model_path: str) -> dict
 def _target_modules(names: Iterable[str]) -> list[str]:
     """Return the whole names of the modules with adapters.
 
-    A short name, such as gate_proj, could also be the name of a matrix without an adapter, such as that of an expert.
+    A short name, such as gate_proj, could also be the name of a matrix without an adapter, such as the gate_proj of an expert.
     """
     return sorted({name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in names})
 
@@ -108,7 +108,7 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
 
 
 def peft_warnings(lora: LoraConfig, dtype: str) -> list[str]:
-    """Return warnings: in what a run with `model.dtype=dtype` differs from the run that wrote the folder `lora.path`."""
+    """Return a warning for each difference between a run with model.dtype=`dtype` and the run that wrote the folder lora.path."""
     folder, found = Path(str(lora.path)), []
     if dropout := json.loads((folder / CONFIG).read_text()).get("lora_dropout"):
         found.append(

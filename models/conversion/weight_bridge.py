@@ -33,10 +33,10 @@ _HEADS: dict[HeadKind, list[ParamMapping]] = {
 
 
 def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup) -> Tensor:
-    """Return this rank's rows [V/tp, H] of the output layer of a language model in a Hugging Face folder.
+    """Return this rank's rows [V/tp, H] of the output layer of a language model (V: padded vocabulary, H: hidden size).
 
-    As in Megatron, each rank of `group` gets an equal number of rows, and the last ranks may get padding rows. `family_path`: the
-    user's own model family, see the field `family` of ModelSpec.
+    `folder`: Hugging Face folder. Each rank of `group` gets an equal number of rows, as in Megatron, and the last ranks may get
+    padding rows. `family_path`: the user's own model family, see the field `family` of ModelSpec.
     """
     config, weights = HFConfig.load(folder, family_path), HFWeights(folder)
     family = family_of(config)
@@ -47,7 +47,7 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
 
 
 def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
-    """Return the row of a tied embedding, of which the last pipeline stage has a copy."""
+    """Return the row of the copy of a tied embedding that the last pipeline stage has as its output layer."""
     return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
 
 
@@ -118,7 +118,7 @@ class ParamBridge:
     def reader(self) -> Callable[[str, Box], Tensor]:
         """Return a function that reads slices of Hugging Face tensors from the current weights of this rank.
 
-        The slices may share memory with the parameters. A reader caches the tensors of the last row that the reader has split.
+        The slices may share memory with the parameters. A reader caches the tensors of the row that it has read most recently.
         Therefore the caller must make a new reader after each change of the parameters.
         """
         last: tuple[str, list[Tensor]] = ("", [])  # (Megatron name of the cached row, its Hugging Face shards)

@@ -1,4 +1,4 @@
-"""Writes the file of a family: imports, `translate`, the table, `engine_fusions` and `defaults`."""
+"""Returns the text of a family file: imports, `translate`, the table, `engine_fusions` and `defaults`."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from models.derive.rows import Rows, format_call
 
-# block -> module from which a family file imports it; the blocks in _BLOCKS are in decoder_blocks
+# block -> module, for blocks that a family file does not import from decoder_blocks
 _BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
 _MAPPINGS = ("GatedMLPMapping", "ParamMapping", "QKVMapping", "VocabMapping")
 _BLOCKS = (
@@ -33,6 +33,7 @@ _BLOCKS = (
     *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
     *("read_layers_without_rope", "read_query_scaling"),
 )
+# Code of `translate` for latent attention: lines before the call of read_decoder, further arguments, and lines after the call.
 LATENT_FIELDS = """\
     unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     # transformers 5 writes these two fields as well.
@@ -71,23 +72,27 @@ LATENT_SIZES = """\
 
 @dataclass
 class FamilyPlan:
-    """The content of a family file."""
+    """The content of a family file. Fields without a comment are fields of Family."""
 
     architecture: str
-    row_groups: list[tuple[str, Rows]]  # code and rows of each group of the table, see models.derive.rows
+    # Code and rows of each group of the family's table, which maps Megatron parameters to Hugging Face tensors; see
+    # models.derive.rows
+    row_groups: list[tuple[str, Rows]]
     summary: str = ""  # first line of the docstring
-    parts: dict[str, str] = field(default_factory=dict)  # optional part -> code of its condition
-    is_latent: bool = False
-    # whether a config may name layers without full attention, which `translate` must refuse by check_full_attention
+    # optional part of the model -> Python expression over `config` that is true if the model has the part
+    parts: dict[str, str] = field(default_factory=dict)
+    is_latent: bool = False  # whether the model has latent attention
+    # whether `translate` must call check_full_attention, because a config can ask for other attention, such as sliding windows
     must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
     architecture_fields: list[str] = field(
         default_factory=list
     )  # fields of Architecture that read_decoder does not set
-    fixed_fields: dict[str, Any] = field(default_factory=dict)  # fields that must have the value of the config
-    fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # field -> its value in the config from which the family is derived; `translate` refuses other values
+    fixed_fields: dict[str, Any] = field(default_factory=dict)
+    fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Family.engine_fusions
     defaults: dict[str, Any] = field(default_factory=dict)
-    unsupported_parts: tuple[str, ...] = ()
+    unsupported_parts: tuple[str, ...] = ()  # Family.engine_unsupported_parts
     engine_is_native: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False
 

@@ -1,7 +1,8 @@
 """Formulas of the blocks of a decoder in plain torch. A probe compares each formula with the recorded output of a block.
 
-In the shapes of this module, T is the number of tokens, H is the hidden size, A is the number of heads, G is the number of
-key/value groups, D is the size of a head, R is the number of rotated components of a head, and E is the number of experts.
+In the shapes of this package, T is the number of tokens, H is the hidden size, A is the number of heads, G is the number of
+key/value groups, D is the size of a head, R is the number of rotated components of a head, E is the number of experts, F is the
+intermediate size of an MLP, and V is the size of the vocabulary.
 """
 
 import math

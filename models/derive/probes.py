@@ -2,7 +2,7 @@
 
 A probe compares the formula with the recorded output of the block. It tries all assignments of tensors whose shapes fit, and all
 known variants of the formula, from plain to special. The result is the first assignment and variant whose output differs by at
-most LIMIT from the recorded output.
+most LIMIT from the recorded output. models.derive.formulas explains the letters in shapes.
 """
 
 import math
@@ -40,7 +40,9 @@ class Match:
     kind: str  # attention, latent_attention, mlp or moe
     # slot -> name of the tensor in the checkpoint. models.derive.structure replaces the index of the layer by {layer}.
     slots: dict[str, str]
-    options: dict[str, Any] = field(default_factory=dict)  # differences from the plain formula
+    # variant of the formula: attention (AttentionOptions), rotated (number of rotated components of a head), head_dim, eps,
+    # activation, routing (Routing)
+    options: dict[str, Any] = field(default_factory=dict)
     error: float = 0.0  # largest difference of the outputs, divided by the largest output
 
 

@@ -1,4 +1,7 @@
-"""Proves a family on tiny models, in one process: compares bytes after a conversion, logits, and the gradient of every tensor."""
+"""Proves a family on tiny models, in one process: compares bytes after a conversion, logits, and the gradient of every tensor.
+
+In shapes, T is the number of tokens, and V is the size of the vocabulary.
+"""
 
 import json
 from dataclasses import replace
@@ -86,7 +89,10 @@ def _prove_model(title: str, model: TinyModel, folder: Path, family: str) -> lis
 
 
 def compare_gradients(title: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> ConversionCheck:
-    """Compare gradients by Hugging Face name. A gradient that is only round-off in both models counts as equal."""
+    """Compare the gradients of mrl (`ours`) and transformers (`theirs`) by Hugging Face name.
+
+    A gradient that consists only of round-off in both models counts as equal.
+    """
     name = f"{title}: gradients"
     if missing := sorted(ours.keys() ^ theirs.keys()):
         return ConversionCheck(name, f"only one model has a gradient of {missing[0]}", False)

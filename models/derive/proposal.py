@@ -18,7 +18,7 @@ from models.derive.engine_source import EngineSource, read_engine_source
 from models.derive.family_file import LATENT_ARGUMENTS, FamilyPlan
 from models.derive.rows import merged_slots, table_groups
 from models.derive.structure import Structure
-from models.derive.support import is_told_by_no_rope_layers
+from models.derive.support import lists_layers_without_rope
 from models.derive.tiny_config import (
     EXPERT_COUNTS,
     SIZE_FIELDS,
@@ -44,7 +44,7 @@ from models.hf_config import IGNORED_FIELDS, HFConfig
 from parallel.rope import ROPE_TYPES
 
 _IGNORED = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
-_SIGMOID_FIELDS = (
+_SIGMOID_FIELDS = (  # fields that read_sigmoid_routed_moe reads
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace"),
     *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
 )
@@ -55,7 +55,7 @@ _WITHOUT_DEFAULT = {
     "max_window_layers",
     "num_mtp_layers",
 }  # a family reads these fields only if the config has them, so they need no default
-# What a variant showed (whether it had other tensors or logits; None: not tested) -> end of a note about the changed field
+# whether changing a field changed the tensors or logits (None: not tested) -> last part of the note about the field
 _EFFECTS = {
     True: "; another value changed the tensors or the logits of the tiny model",
     False: "; another value changed neither the tensors nor the logits of the tiny model",
@@ -73,7 +73,7 @@ class Proposal:
     plan: FamilyPlan
     problems: list[str] = field(default_factory=list)  # one line each; any problem makes the family wrong or incomplete
     notes: list[str] = field(default_factory=list)  # one line for each restriction of the family
-    engine: EngineSource | None = None  # None: the installed SGLang does not implement the architecture
+    engine: EngineSource | None = None  # None: the installed SGLang has no such architecture, or planning ended early
 
     @property
     def models_to_prove(self) -> list[tuple[str, dict[str, Any]]]:
@@ -99,8 +99,8 @@ def _differs(structure: Structure, other: Structure) -> bool:
 def propose(config_fields: dict[str, Any]) -> Proposal:
     """Probe a random model with the structure of this config, and propose a family, which is not proven yet.
 
-    `config_fields`: fields of config.json. The proposal names all unknown operators. If the family can be planned, the proposal
-    also names all fields that the family does not read.
+    `config_fields`: fields of config.json. The proposal names all unknown operators: computations that mrl cannot reproduce. If
+    the family can be planned, the proposal also names all fields that the family does not read, except IGNORED_FIELDS.
     """
     tiny = shrink(config_fields)
     variants = make_variants(tiny)
@@ -123,6 +123,7 @@ def propose(config_fields: dict[str, Any]) -> Proposal:
 
 
 def _plan_table(proposal: Proposal) -> None:
+    """Plan the groups of rows of the family's table, its optional parts, and the arguments of read_decoder."""
     variants, plan = proposal.variants, proposal.plan
     supported = [v.structure for v in variants if v is variants[0] or not v.problems]
     slots = merged_slots(supported)
@@ -172,7 +173,7 @@ def _rope_arguments(proposal: Proposal) -> list[str]:
     if any(option.scaling is not None for option in options):
         proposal.plan.architecture_fields.append("query_scaling=read_query_scaling(config)")
     arguments = []
-    if is_told_by_no_rope_layers(structure, fields):
+    if lists_layers_without_rope(structure, fields):
         arguments.append("**read_layers_without_rope(config)")
     is_partial = any(m.options["rotated"] not in (0, m.options["head_dim"]) for m in matches)  # 0: a layer without RoPE
     others = other_rope_fields(proposal, has_scaling=any(option.scaling is not None for option in options))
@@ -183,9 +184,9 @@ def _rope_arguments(proposal: Proposal) -> list[str]:
 
 
 def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
-    """Return the names of the numbers in `rope_parameters` that mrl's rotary embedding of this kind does not have.
+    """Return the numeric keys of `rope_parameters` that mrl's class for this rope_type has no field for.
 
-    Adds a problem for each of them whose value changes the logits, unless it scales the queries.
+    Adds a problem for each of these keys whose value changes the logits, unless the value scales the queries.
     """
     parameters = proposal.tiny.get("rope_parameters") or {}
     kind = ROPE_TYPES.get(parameters.get("rope_type", parameters.get("type", "default")))
@@ -257,7 +258,7 @@ def _plan_engine(proposal: Proposal) -> None:
 
 
 def _plan_fields(proposal: Proposal) -> None:
-    """Find the fields that the family does not read.
+    """Find the fields that the family does not read, except IGNORED_FIELDS.
 
     Let the family refuse any value of these fields that differs from the value in this config.
     """

@@ -54,7 +54,10 @@ def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
 
 
 def table_groups(slots: dict[str, dict[str, str]], optional_qk_norms: bool) -> list[tuple[str, Rows]]:
-    """Return (code, rows) of each group, in the order of the table. The code is the name of a block, or the rows."""
+    """Return (code, rows) of each group, in the order of the table. The code names a block of rows, or lists the rows.
+
+    `optional_qk_norms`: whether a field of the config says if queries and keys have norms.
+    """
     norms = slots.get("norms", {})
     groups: list[tuple[str, Rows]] = [_named("EMBEDDINGS", _embeddings(slots["top"]))]
     if "attention" in slots:

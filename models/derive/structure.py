@@ -1,4 +1,7 @@
-"""Finds the structure of a decoder: its layers, their blocks and norms, and how blocks, norms and residual are connected."""
+"""Finds the structure of a decoder: its layers, their blocks and norms, and how blocks, norms and residual are connected.
+
+models.derive.formulas explains the letters in shapes.
+"""
 
 import re
 from collections.abc import Mapping
@@ -163,20 +166,23 @@ def _match_block(tensors: Mapping[str, Tensor], call: Call, model: TinyModel) ->
 
 @dataclass
 class _Connections:
-    """Compares the connections in one layer with h = x + attention(norm(x)), y = h + mlp(norm(h)).
+    """Compares a layer that maps x to y with the formulas h = x + attention(norm(x)), y = h + mlp(norm(h)).
 
-    The outputs of both blocks may have norms, too.
+    The outputs of attention and of the MLP may have norms, too.
     """
 
     model: TinyModel
-    prefix: str
-    whole: Call  # of the layer
-    mixer: Call
-    mlp: Call
-    found: Structure
+    prefix: str  # name of the list of layers
+    whole: Call  # call of the layer
+    mixer: Call  # call of attention
+    mlp: Call  # call of the MLP or of the experts
+    found: Structure  # gets the problems
 
     def find(self, norms: Mapping[str, tuple[str, Call]], layer: Layer) -> None:
-        """Name the norms of the layer, and add a problem for each connection that a derived family cannot have."""
+        """Enter the norms in `layer.norms`, and add a problem for each connection that a derived family cannot have.
+
+        `norms`: child module of the layer -> (name of the norm's tensor, its call).
+        """
         calls: dict[str, Call] = {}
         for child, (name, call) in norms.items():
             module = f"{self.prefix}.{{layer}}.{child}"
@@ -248,7 +254,7 @@ def multiplier(block: Tensor, contribution: Tensor) -> float | None:
 
 
 def fields_with(fields: Mapping[str, Any], value: float) -> str:
-    """Return a remark that names the config fields with this value, or whose inverse or (inverse) square root is this value."""
+    """Return a remark that names the fields with a number x for which x, 1 / x, sqrt(x) or 1 / sqrt(x) is `value`."""
     names = [
         name
         for name, found in fields.items()

@@ -33,14 +33,14 @@ def _rotations(structure: Structure, fields: dict) -> list[str]:
         )
     if len({o.scaling for o in options}) > 1:
         lines.append("attention: only some layers scale the queries by their positions")
-    if any(o.rope == "none" for o in options) and not is_told_by_no_rope_layers(structure, fields):
+    if any(o.rope == "none" for o in options) and not lists_layers_without_rope(structure, fields):
         lines.append(
             "attention: a layer has no rotary embedding, and no field no_rope_layers says which layers have one"
         )
     return lines
 
 
-def is_told_by_no_rope_layers(structure: Structure, fields: dict) -> bool:
+def lists_layers_without_rope(structure: Structure, fields: dict) -> bool:
     """Whether the config has a field `no_rope_layers` with a 1 for each layer with a rotary embedding, and 0 for the others."""
     said = getattr(build_config(fields), "no_rope_layers", None)
     found = [match.options["attention"].rope != "none" for match in structure.matches("attention")]

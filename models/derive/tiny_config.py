@@ -15,7 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 NUM_LAYERS = 4
-NUM_HEADS, NUM_GROUPS = 6, 2
+NUM_HEADS, NUM_GROUPS = 6, 2  # query heads, and key/value heads
 WIDTHS = dict(
     vocab_size=97,
     hidden_size=96,
@@ -28,9 +28,10 @@ WIDTHS = dict(
     v_head_dim=12,
 )
 """Sizes of the tiny model. With 6 heads, 2 groups and a head size of 24, queries have 144 components, keys and values 48."""
-# A half and a quarter of it are even, so that a part of a head can be rotated. So are those of hidden_size / NUM_HEADS.
+# A half and a quarter of HEAD_DIM are even, so that RoPE can rotate a part of a head. The same holds for hidden_size / NUM_HEADS,
+# the size of a head if a config has no head_dim.
 HEAD_DIM = 24
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # field names of the number of experts
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64
 SLIDING_WINDOW = 5  # smaller than the sequences of the probes
@@ -44,8 +45,9 @@ SIZE_FIELDS = frozenset(
     ]
 )
 """Fields with sizes. A config contains each of them if its model has this size, so that a family needs no default for them."""
-_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # fields that a config must have
 _DERIVED = ("qk_head_dim",)  # fields that a config class computes from other fields
+# fields of config.json that build_config does not copy to the arguments of the config class
 _NOT_ARGUMENTS = ("architectures", "model_type", "transformers_version", "auto_map", "torch_dtype", "dtype")
 
 
@@ -159,7 +161,7 @@ def _tiny_experts(known: dict[str, Any]) -> dict[str, Any]:
     if not counts:
         return {}
     sizes: dict[str, Any] = dict.fromkeys(counts, NUM_EXPERTS)
-    if (known.get("n_group") or 1) > 1:  # groups are ranked by their best two experts
+    if (known.get("n_group") or 1) > 1:  # mrl needs two chosen experts for each chosen group (decoder_blocks)
         return sizes | dict(n_group=4, topk_group=2, num_experts_per_tok=4)
     return sizes | dict(num_experts_per_tok=min(known.get("num_experts_per_tok") or 1, 3))
 

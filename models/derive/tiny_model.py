@@ -15,11 +15,14 @@ from transformers.utils import logging
 
 from models.derive.tiny_config import build_config
 
-NUM_TOKENS = 24  # more than the original context of a tiny config with scaled RoPE, 16 tokens
+NUM_TOKENS = 24  # more than 16, the original_max_position_embeddings of a tiny config with scaled RoPE
 
 
 def num_parameters(found: dict[str, Any]) -> int:
-    """Return the number of parameters of the model, without allocating it. A tied embedding counts once."""
+    """Return the number of parameters of the model whose config has the fields `found`. A tied embedding counts once.
+
+    The parameters are not allocated.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(build_config(found))
     return sum(parameter.numel() for parameter in model.parameters())
@@ -37,7 +40,7 @@ class TinyModel:
     """A random model of transformers, its checkpoint tensors, and a recorded forward pass."""
 
     def __init__(self, found: dict[str, Any], seed: int = 0) -> None:
-        """Build the model of a tiny config in float32. Norm weights and biases are random, too."""
+        """Build the model of a tiny config with the fields `found`, in float32. Norm weights and biases are random, too."""
         torch.manual_seed(seed)
         logging.disable_progress_bar()
         self.fields = found
@@ -71,7 +74,7 @@ class TinyModel:
 
     @cached_property
     def rotary(self) -> list[tuple[Tensor, Tensor]]:
-        """(cosines, sines), [T, rotated components] each, of each call of a rotary embedding in a forward pass."""
+        """One pair (cosines, sines) per call of a rotary embedding; both have the shape [T, rotated components]."""
         return self._recorded[1]
 
     @cached_property
@@ -112,7 +115,7 @@ class TinyModel:
     def owners(self) -> dict[str, str]:
         """Name of a checkpoint tensor -> name of the tensor in memory that contains its bytes.
 
-        The names differ, because transformers renames tensors, and stacks experts.
+        Some names differ, because transformers renames some tensors, and stacks experts.
         """
         memory = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         found = {
@@ -125,7 +128,10 @@ class TinyModel:
 
 
 def _owner(tensor: Tensor, memory: dict[str, Tensor]) -> str | None:
-    """Return the name of the tensor that is equal to `tensor`, or that contains `tensor` as one of its stacked matrices."""
+    """Return the name of the tensor in `memory` that equals `tensor`, or that contains `tensor` in a stack of experts.
+
+    In a stack, only the first row of `tensor` is searched, so `tensor` may also be a part of a stacked matrix.
+    """
     for name, whole in memory.items():
         if whole.shape == tensor.shape and whole.equal(tensor):
             return name
@@ -137,14 +143,17 @@ def _owner(tensor: Tensor, memory: dict[str, Tensor]) -> str | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the tensor without a batch dimension of size 1."""
+    """Return the tensor without a batch dimension of size 1: [1, T, ...] -> [T, ...]. A tensor [T, n] stays unchanged."""
     tensor = tensor.detach()
     return tensor[0] if tensor.dim() > 2 and tensor.shape[0] == 1 else tensor
 
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Add noise to all vectors, such as norm weights, biases, sinks and correction biases. transformers sets them to 0 or 1."""
+    """Add noise to all vectors except inv_freq (frequencies of RoPE), and to matrices of biases.
+
+    Vectors are, for example, norm weights, biases, sinks and correction biases. transformers sets them to 0 or 1.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name and tensor.dim() == 1 and tensor.is_floating_point():
             tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in name else 0.2))

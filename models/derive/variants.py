@@ -1,8 +1,8 @@
 """Changes one config field at a time, and finds which fields decide about optional tensors.
 
 A variant is a tiny model in which one field has another value. The probes run on the tiny model and on each variant. An optional
-part, such as the biases of queries, keys and values, depends on a field if, in all variants, the model has the part exactly if
-the value of the field is true, or exactly if it is false.
+part, such as the biases of queries, keys and values, depends on a field if, in all variants, the model has the part exactly when
+the value of the field is true, or in all variants exactly when it is false.
 """
 
 from dataclasses import dataclass
@@ -56,9 +56,9 @@ class Variant:
 class Condition:
     """When a part is present: always, never, or depending on the truth value of a field."""
 
-    always: bool | None = None
+    always: bool | None = None  # None: it depends on `field`
     field: str | None = None
-    negated: bool = False
+    negated: bool = False  # whether the part is present if the field is false
 
     def code(self) -> str:
         """Return the condition as Python code of a family."""
@@ -153,7 +153,7 @@ def normalization_field(variants: list[Variant]) -> Condition | None:
 
 
 # Rules by which a config says which layers have experts. A rule has the fields that it needs, the code of `moe_layer_freq`, and a
-# function of the fields and of the index of a layer that returns whether the layer has experts.
+# function that returns for the fields `f` and a layer `n` whether the layer has experts.
 MOE_LAYERS = (
     ((), "[1] * num_layers", lambda f, n: True),
     (

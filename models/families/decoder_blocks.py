@@ -210,7 +210,7 @@ def read_layers_without_rope(config: HFConfig) -> dict[str, Any]:
     """Return Megatron's field for layers whose queries and keys are not rotated. The dict is empty if all layers have RoPE.
 
     `no_rope_layers` has a 1 for each layer with RoPE. Without this field, every layer whose number is a multiple of
-    `no_rope_layer_interval`, counted from 1, has none. Raises ValueError if the list does not fit the layers.
+    `no_rope_layer_interval`, counted from 1, has no RoPE. Raises ValueError if the list does not fit the layers.
     """
     with_rope, every, count = config["no_rope_layers"], config["no_rope_layer_interval"], config["num_hidden_layers"]
     if with_rope is None:
@@ -278,7 +278,8 @@ def read_decoder(
             init_method_std=config["initializer_range"],
             normalization="RMSNorm",
             gated_linear_unit=True,
-            add_bias_linear=False,  # Megatron has one setting for all matrices; model_builder.py adds the biases in `parts`
+            # Megatron has one setting for all matrices; model_builder.py adds the biases in `parts`
+            add_bias_linear=False,
             add_qkv_bias="qkv_bias" in parts,
             **transformer,
         ),

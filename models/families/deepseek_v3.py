@@ -29,9 +29,10 @@ _MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF
 
 # Symbols in the shapes:
 #   q: queries of all heads
-#   kv_a: the low-rank vector of keys and values, and the rotated part of the key, which all heads share
+#   kv_a: the low-rank vector of keys and values (kv_lora), and the rotated part of the key, which all heads share
 #   kv_b: for all heads, the part of the key that is not rotated, and the value
 #   o: attention outputs of all heads
+#   q_lora: the low-rank vector of queries
 LATENT_ATTENTION = (
     ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
     ParamMapping(

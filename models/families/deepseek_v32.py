@@ -7,7 +7,7 @@ The two families rotate the components of the indexer's queries and keys in diff
 component i + dim / 2, and GLM-5 rotates neighbors. The pairs of the attention itself are neighbors in both families.
 
 As in DeepSeek-V3, the norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. For these norms, transformers always
-uses 1e-6. The published configs of GLM-5 have 1e-5.
+uses 1e-6. The published configs of GLM-5 have 1e-5, so for GLM-5 the outputs of mrl and of transformers differ a little.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def _row(name: str, *shape: str, is_buffer: bool = False) -> ParamMapping:
     )
 
 
-# Symbols in the shapes: queries of all heads of the indexer (index_q), its key (index_dim), number of its heads (index_heads)
+# Symbols in the shapes: queries of all heads of an indexer (index_q), its single key (index_dim), number of heads (index_heads)
 INDEXER = (
     _row("wq_b.weight", "index_q", "q_lora"),
     _row("wk.weight", "index_dim", "hidden"),

@@ -32,8 +32,8 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=(False, None))
     config.expect(attn_logit_softcapping=None, final_logit_softcapping=None)
     config.read_fields.add("_sliding_window_pattern")  # transformers writes this field, but does not read it
-    rope, local_rope = config.rope_by_layer(config["head_dim"], config["rope_theta"], config["rope_local_base_freq"])
-    is_scaled = type(rope) not in (Rope, LinearRope) or type(local_rope) is not Rope
+    rope, window_rope = config.rope_by_layer(config["head_dim"], config["rope_theta"], config["rope_local_base_freq"])
+    is_scaled = type(rope) not in (Rope, LinearRope) or type(window_rope) is not Rope
     unsupported = {_SCALED_ROPE: is_scaled, _OWN_OUTPUT: not config["tie_word_embeddings"]}
     arch = read_decoder(
         config,
@@ -46,7 +46,7 @@ def translate(config: HFConfig) -> Architecture:
         softmax_scale=config["query_pre_attn_scalar"] ** -0.5,
         **read_windows(config, config["sliding_window_pattern"]),
     )
-    return replace(arch, local_rope=local_rope, activation="gelu_tanh", embedding_scale=config["hidden_size"] ** 0.5)
+    return replace(arch, window_rope=window_rope, activation="gelu_tanh", embedding_scale=config["hidden_size"] ** 0.5)
 
 
 GEMMA3 = Family(

@@ -19,6 +19,7 @@ from models.families.decoder_blocks import (
 )
 from models.hf_config import HFConfig
 
+# names of the MoE block, and of the matrices gate, up and down of an expert
 _BLOCK, _MATRICES = "block_sparse_moe", ("w1", "w3", "w2")
 _FRACTION = "partial_rotary_factor"  # SGLang reads only rotary_dim, the number of rotated components
 
@@ -38,7 +39,7 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(router_jitter_noise=0.0, shared_intermediate_size=0)
     config.expect(attn_type_list=(None, [1] * config["num_hidden_layers"]))  # 1: full attention
     config.expect(**_WITHOUT_EFFECT)
-    config.read_fields.update(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
+    config.read_fields.update(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))  # MTP layers are not trained
     # These fields describe dense MLPs, shared experts and layers with a sliding window, which no MiniMax-M2 model has.
     config.read_fields.update(("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"))
     topk, head_dim, rotated = config["num_experts_per_tok"], config["head_dim"], config["rotary_dim"]

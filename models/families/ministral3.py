@@ -1,4 +1,4 @@
-"""Ministral 3 (text models): RMSNorm, grouped-query attention, gated SiLU MLP, RoPE, queries that are scaled by their positions.
+"""Ministral 3 (text models): RMSNorm, grouped-query attention, gated SiLU MLP, RoPE, query scaling that depends on the position.
 
 `mrl family derive` wrote this file, except for _OTHER_PERIOD.
 """

@@ -14,8 +14,9 @@ from models.conversion.mapping import HeadGroupsMapping, ParamMapping, QKVMappin
 from models.families.decoder_blocks import ENGINE_FUSIONS, read_sigmoid_router
 from models.hf_config import HFConfig
 
-_PATTERN: dict[str, Block] = {"M": "recurrent", "*": "attention", "-": "dense", "E": "moe"}  # hybrid_override_pattern
-_NAMES: dict[str, Block] = {  # layers_block_type; the first two names are those of transformers 5
+# letter of hybrid_override_pattern -> block
+_PATTERN: dict[str, Block] = {"M": "recurrent", "*": "attention", "-": "dense", "E": "moe"}
+_NAMES: dict[str, Block] = {  # value in layers_block_type -> block; the first two are those of transformers 5
     "linear_attention": "recurrent",
     "full_attention": "attention",
     "mamba": "recurrent",
@@ -88,7 +89,7 @@ _ATTENTION = tuple(
 
 
 def _mlp(megatron: str, hf: str, width: str, block: Block) -> tuple[ParamMapping, ParamMapping]:
-    """Return the rows of an MLP without a gate, whose intermediate size is the size `width`."""
+    """Return the rows of an MLP without a gate. `width`: name of its intermediate size in Architecture.sizes."""
     present: dict[str, Any] = dict(present_in=f"{block}_layers")
     return (
         ParamMapping(
@@ -169,7 +170,8 @@ def _check_fields(config: HFConfig) -> None:
             f"{config.path}: time_step_limit={config['time_step_limit']!r} is not supported; expected [0.0, Infinity]."
         )
     # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. transformers
-    # raises the steps of Mamba-2 to at least `time_step_min`; the models are trained without this limit, and SGLang has none.
+    # raises the steps of Mamba-2 to at least `time_step_min`. The models were trained without this limit, and SGLang has no such
+    # limit, so mrl has none.
     config.read_fields.update(
         ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand")
     )

@@ -46,11 +46,11 @@ def translate_olmo3(config: HFConfig) -> Architecture:
     """Translate an OLMo 3 config. Raises ValueError if a value is not supported."""
     config.expect(rope_theta=500000.0)  # transformers uses other values only if they are in rope_parameters
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
-    rope, local_rope = config.rope_by_layer(head_dim, config["rope_theta"], config["rope_theta"])
+    rope, window_rope = config.rope_by_layer(head_dim, config["rope_theta"], config["rope_theta"])
     arch = read_decoder(
         config, parts=attention_parts(config) | _PARTS, rope=rope, **read_windows(config, full_attention_every=4)
     )
-    return replace(arch, local_rope=local_rope)
+    return replace(arch, window_rope=window_rope)
 
 
 OLMO2 = Family(

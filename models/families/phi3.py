@@ -11,6 +11,7 @@ from models.families.decoder_blocks import ATTENTION, DEFAULTS, DENSE_MLP, EMBED
 from models.hf_config import HFConfig
 from parallel.rope import LongRope, Rope
 
+# class of a row -> Hugging Face tensor that combines its tensors
 _FUSED: dict[type, str] = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
 _NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
@@ -20,7 +21,7 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(resid_pdrop=0.0, embd_pdrop=0.0)
     # Some configs contain these fields, but transformers ignores them.
     config.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
-    config.read_fields.add("original_max_position_embeddings")
+    config.read_fields.add("original_max_position_embeddings")  # only LongRoPE uses it
     check_no_window(config)
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     rope = config.rope(head_dim, partial=True)
@@ -28,7 +29,7 @@ def translate(config: HFConfig) -> Architecture:
         raise ValueError(
             f"{config.path}: a rotary embedding of {type(rope).__name__} is not supported; expected default or longrope."
         )
-    # SGLang reads this field only outside of rope_parameters; transformers prefers the one inside.
+    # SGLang reads partial_rotary_factor only outside of rope_parameters; transformers prefers its value inside.
     is_nested = rope.dim != int(head_dim * (config["partial_rotary_factor"] or 1.0))
     return read_decoder(config, rope=rope, parts=frozenset([_NESTED_FRACTION] if is_nested else []))
 

@@ -52,7 +52,7 @@ _ATTENTION = tuple(
         *(*map(_gated, QKV_BIAS), *OUTPUT_PROJECTION_BIAS, *QK_NORMS),
     )
 )
-# Sizes in the shapes of a gated delta net:
+# Sizes in the shapes of attention (q_and_gate: queries and output gates of all heads) and of a gated delta net:
 #   gdn_k: keys of all heads
 #   gdn_v: values of all heads
 #   gdn_v_heads: number of value heads
@@ -196,7 +196,7 @@ _UNSUPPORTED = frozenset([_OTHER_LAYERS, _OTHER_ROPE, _DENSE_LAYERS, "qkv_bias",
 
 def translate_qwen3_5(config: HFConfig) -> Architecture:
     """Translate the config of a dense Qwen3.5 text model. Raises ValueError if a value is not supported."""
-    config.read_fields.add("mlp_only_layers")  # dense models have this field of Qwen3-Next without a meaning
+    config.read_fields.add("mlp_only_layers")  # a field of Qwen3-Next, without a meaning in dense models
     return _read(config)
 
 

@@ -83,8 +83,8 @@ class ImportanceSampling:
     - truncated importance sampling (TIS, Yao et al. 2025): mode=truncate, high=2
     - masked importance sampling (MIS, Liu et al. 2025): level=sequence, mode=mask
     - rejection of responses whose mean log-ratio is too far from 0: level=geometric, mode=reject
-    - the weight pi_prox / pi_behave of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, eq. 5):
-      level=token, mode=truncate, high=inf
+    - the weight pi_prox / pi_behave, here pi_old / pi_rollout, of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025,
+      eq. 5): level=token, mode=truncate, high=inf
 
     Rejected tokens count in the denominators of the loss; in verl they do not count.
 
@@ -275,9 +275,9 @@ def compares_old_policy(correction: Correction) -> bool:
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """Rejects responses with negative advantage whose mean log(pi_rollout / pi) is above `delta` (DeepSeek-V3.2 2025, 3.1).
+    """Rejects tokens with A < 0 in responses whose mean log(pi_rollout / pi) is above `delta` (DeepSeek-V3.2 2025, 3.1).
 
-    pi is the policy that is trained, so the mean also changes with each optimizer step on the responses.
+    A is the advantage of a token. pi is the policy that is trained, so the mean also changes with each optimizer step.
     """
 
     delta: float = 0.05  # largest accepted mean of log(pi_rollout / pi) over the tokens of a response, in nats

@@ -1,4 +1,4 @@
-"""Chooses by rewards on which responses a step trains: rollout filters reject groups, and resampling draws responses.
+"""Chooses the responses on which a step trains, by their rewards: rollout filters reject groups, resampling draws responses.
 
 The rollout worker samples responses to a new prompt in place of each group that a filter rejects. docs/concepts/algorithms.md
 lists the papers. mrl.core.types explains the letters of array dimensions, such as B and G.

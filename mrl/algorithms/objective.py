@@ -35,8 +35,8 @@ class EntropyBonus:
 
     With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control). If the mean entropy per
     token of a training step is at most `target`, the coefficient grows by `step` after this step. Otherwise it falls by `step`.
-    The coefficient stays between 0 and `max_coef`. A step uses the bonus only if the mean entropy of the last step was at most
-    `target`. In the paper, the entropy before the update of the same step decides.
+    The coefficient stays between 0 and `max_coef`. A step uses the bonus only if the mean entropy of the previous step was at
+    most `target`. In the paper, the entropy before the update of the same step decides.
 
     With `target`, raises ValueError unless target > 0, step > 0 and 0 <= coef <= max_coef.
     """
@@ -66,8 +66,8 @@ class EntropyBonus:
     def is_active(self, measured: float | None) -> bool:
         """Return whether a step uses the bonus.
 
-        With `target`, a step uses it only if the entropy `measured` in the last step is at most `target`. Otherwise the result is
-        always true.
+        With `target`, a step uses it only if the entropy `measured` in the previous step is at most `target`. Without `target`,
+        the result is always true.
         """
         return self.target is None or (measured is not None and measured <= self.target)
 
@@ -80,8 +80,8 @@ class Objective:
 
     A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities: as old
     log-probabilities, in a correction, or because the policy loss names `rollout_logprobs` in `needs`. The policy loss and the
-    correction get the old log-probability of such a token in place of NaN, or the current log-probability with
-    `rollout_logprobs_as_old`. So the ratio of the token counts as 1 in products and means over its response. The metric
+    correction get the old log-probability of such a token in place of NaN or, with `rollout_logprobs_as_old`, its current
+    log-probability. So the ratio of the token counts as 1 in products and means over its response. The metric
     `mismatch/nan_tokens` counts these tokens.
     """
 

@@ -25,7 +25,7 @@ from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
 from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
-"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head with its values.
+"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head with this column.
 
 The actor computes only the columns that the algorithm needs, all of them in one forward pass."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
@@ -71,7 +71,7 @@ class Term(Protocol):
         ...
 
     def is_active(self, measured: float | None) -> bool:
-        """Return whether a step uses the term. `measured`: value of the last step; None: no step has measured it yet."""
+        """Return whether a step uses the term. `measured`: value in the previous step; None: no step has measured it yet."""
         ...
 
 
@@ -239,6 +239,7 @@ def _entropy_bonus(algorithm: AlgorithmConfig) -> EntropyBonus | None:
 
 
 def _class_node(plug_in: type) -> Node:
+    """Return a config node for a class: a dict whose `_target_` names the class."""
     return {"_target_": f"{plug_in.__module__}.{plug_in.__qualname__}"}
 
 

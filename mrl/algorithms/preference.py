@@ -138,7 +138,7 @@ class DPO(PairLoss):
 class IPO(PairLoss):
     """Identity preference optimization: (h(y_w) - h(y_l) - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; beta is their tau).
 
-    With `per_token`, h(y) is divided by |y|, as in TRL, whose authors took this form from the authors of the paper. Raises
+    With `per_token`, h(y) is divided by |y|, as in trl, whose authors took this form from the authors of the paper. Raises
     ValueError for a `beta` of 0 or less.
     """
 
@@ -204,8 +204,8 @@ class ORPO(PairLoss):
     """Odds ratio preference optimization, without a reference (Hong et al. 2024, eq. 3-7).
 
     The loss of a pair is -log p(y_w) - beta log sigma(log(odds(y_w) / odds(y_l))), where log p(y) = log pi(y) / |y| and
-    odds(y) = p(y) / (1 - p(y)). The paper calls beta lambda. The first term averages over the tokens of each y_w. The authors'
-    code computes one average over all tokens of a batch: the tokens of all y_w, and the tokens of their prompts.
+    odds(y) = p(y) / (1 - p(y)). The name of beta in the paper is lambda. The first term averages over the tokens of each y_w. The
+    code of the authors computes one average over all tokens of a batch: the tokens of all y_w, and the tokens of their prompts.
 
     Raises ValueError for a `beta` of 0 or less.
     """
@@ -292,7 +292,7 @@ class BradleyTerry(ScoreLoss):
     """Loss of a reward model with scores s: -log sigma(s(y_w) - s(y_l) - margin) (Ouyang et al. 2022, eq. 1).
 
     The margin of a pair is the column `margin` of its row, and 0 without this column (Touvron et al. 2023, Llama 2, eq. 2).
-    `center_coef` (s(y_w) + s(y_l))^2 is added, so that scores stay near 0 (Eisenstein et al. 2023).
+    The term center_coef (s(y_w) + s(y_l))^2 is added, so that scores stay near 0 (Eisenstein et al. 2023).
     """
 
     center_coef: float = 0.0

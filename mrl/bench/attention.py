@@ -32,8 +32,8 @@ from parallel.packing import PackedSequences, Segment, pack
 class AttentionSizes:
     """Sizes of the attention of one layer, and of the packs."""
 
-    heads: int
-    kv_heads: int
+    heads: int  # query heads
+    kv_heads: int  # key/value heads
     channels: int  # channels of one head
     mixed_tokens: int  # tokens of the pack with sequences of mixed lengths
     prompt: int  # tokens of the prompt in the packs of one group
@@ -47,7 +47,10 @@ ATTENTIONS = {  # full and small have the heads of Qwen3-4B
     "toy": AttentionSizes(4, 2, 16, 256, 32, 4, 64),
 }
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
-"""Function of (query, key, value, pack) -> [L, heads, channels]. Rows have the order of the pack's attention calls."""
+"""Function of (query, key, value, pack) -> [L, heads, channels] for the L tokens of the pack.
+
+The rows of all these tensors have the order in which the pack's attention calls (PackedSequences.calls) read them.
+"""
 
 
 def measure_attention(job: SectionJob) -> None:
@@ -64,7 +67,7 @@ def _measure_pack(job: SectionJob, sizes: AttentionSizes, name: str, segments: l
     counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     inputs = [torch.randn(tokens, count, sizes.channels, **shape).requires_grad_() for count in counts]
     pairs = attended_pairs(pack(segments, device()))
-    # The backward pass has 2.5 times the FLOPs of the forward pass.
+    # The forward pass has two matrix products, so 4 FLOPs for each pair and channel. The backward pass has 2.5 times as many.
     flops = 3.5 * 4 * pairs * sizes.heads * sizes.channels
     reference: Tensor | None = None
     for kernel, forward in attention_kernels(job, name, sizes, segments):
@@ -112,6 +115,7 @@ def attended_pairs(packed: PackedSequences) -> int:
 
 
 def _triangle(n: int) -> int:
+    """Return the number of pairs of a query and a key if each of n tokens attends to itself and to the earlier tokens."""
     return n * (n + 1) // 2
 
 
@@ -132,7 +136,7 @@ def attention_kernels(
         shared = any(segment.parent is not None for segment in segments)
         yield from _optional_kernels(job, name, sizes, whole, shared)
         yield "batched scaled_dot_product_attention", _gathering(_batched(scale), pack(segments, device()))
-    config = SimpleNamespace(
+    config = SimpleNamespace(  # the fields of Megatron's TransformerConfig that PackedAttention reads
         kv_channels=sizes.channels,
         attention_dropout=0.0,
         softmax_type="vanilla",
@@ -230,6 +234,7 @@ def transformer_engine_kernel(sizes: AttentionSizes) -> AttentionKernel:
 
 
 def _bounds(packed: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
+    """Return the fields of ChunkBounds: cu_seqlens of the queries and of the keys, and the largest numbers of both in a chunk."""
     assert packed.chunks is not None, "pack() sets the chunks"
     chunks = packed.chunks
     return chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys

@@ -43,7 +43,7 @@ from parallel.durable_files import fsync_path, hash_file
 from parallel.logprobs import linear_logprobs
 
 GIB, MIB = 1 << 30, 1 << 20
-MIN_TIMED_S = 0.02  # calls that take less time are timed together
+MIN_TIMED_S = 0.02  # if a call takes less time, several calls are timed together
 FIRST_FP8_CAPABILITY = (8, 9)  # compute capability of the first cards with fp8 matrix products (Ada)
 PACKAGES = (
     *("torch", "transformer-engine", "flash-attn", "flash-attn-3", "megatron-core", "triton", "liger-kernel", "apex"),
@@ -106,8 +106,8 @@ def published_tflops(card: str) -> float | None:
 def seconds_of(run: Callable[[], object], budget_s: float = 0.5, least: int = 3) -> float:
     """Return the median duration of a call of `run` in seconds. The first call is not timed.
 
-    Calls are repeated for `budget_s` seconds, and at least `least` times. The device is idle before and after each timed
-    interval.
+    Calls are repeated for `budget_s` seconds, in at least `least` timed intervals. The device is idle before and after each
+    interval. If a call takes less than MIN_TIMED_S, an interval has several calls.
     """
     _timed(run, 1)
     first = _timed(run, 1)
@@ -203,7 +203,7 @@ def fp8_product(m: int, k: int, n: int) -> Callable[[], Tensor]:
 class HeadSizes:
     """Sizes of the output layer and of the chunks of logits."""
 
-    positions: int
+    positions: int  # number of tokens whose log-probabilities are computed
     hidden: int  # hidden size of the model
     vocab: int  # size of the vocabulary
     # chunk sizes to measure, in positions. The second is the number that mrl would choose.
@@ -224,7 +224,8 @@ def whole_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] and entropies [T] of T positions, computed from all logits [T, V] at once.
 
-    If `needs_entropy` is false, the entropies are zeros.
+    `hidden` [T, H], `weight` [V, H]: inputs of the output layer. `targets` [T]: token ids. If `needs_entropy` is false, the
+    entropies are zeros.
     """
     logprobs = F.log_softmax((hidden @ weight.T).float(), -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) if needs_entropy else logprobs.new_zeros(len(hidden))
@@ -294,7 +295,7 @@ def head_methods(job: SectionJob, sizes: HeadSizes) -> dict[str, Callable[[Tenso
 
 @dataclass(frozen=True)
 class TransferSizes:
-    """Sizes of a weight push and of a file of a checkpoint."""
+    """Sizes of a weight push (buckets), and of a file of a checkpoint (file_bytes)."""
 
     bucket_bytes: int
     num_buckets: int
@@ -331,7 +332,7 @@ def measure_ipc(job: SectionJob) -> None:
             if index >= NUM_SLOTS:
                 _receive(ours)  # the acknowledgement of the bucket that used this slot
             endpoint.slots[index % NUM_SLOTS].copy_(source)
-            endpoint.send(index, sizes.bucket_bytes, [0])
+            endpoint.send(index, sizes.bucket_bytes, [0])  # to receiver 0
             ours.send(index)
         for _ in range(NUM_SLOTS):
             _receive(ours)
@@ -360,7 +361,7 @@ def _receive(connection: Connection):
 
 
 def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
-    """Receive two pushes in a separate process: copy each bucket out of its slot and acknowledge it."""
+    """Receive the warm-up and the push in a separate process: copy each bucket out of its slot and acknowledge it."""
     kill_with_parent()
     set_threads()
     handle, expected = _receive(connection)

@@ -36,7 +36,7 @@ from parallel.device import capabilities, has_cuda, set_threads, synchronize
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
-ALONE = ParallelDims()
+ALONE = ParallelDims()  # layout of one trainer rank
 LOSS: Any = PPOClip()  # the type checker does not accept class attributes for the properties of the protocol Loss
 LR = 1e-9  # so small that training does not change the measurement
 
@@ -54,6 +54,7 @@ def model_dtype() -> torch.dtype:
     return torch.bfloat16 if has_cuda() else torch.float32
 
 
+# Fields of config.json: of Qwen3-4B, of Qwen3-0.6B, and of a model of toy size
 QWEN3_4B: dict[str, Any] = dict(
     architectures=["Qwen3ForCausalLM"],
     model_type="qwen3",
@@ -88,7 +89,7 @@ class StepSizes:
     """Sizes of a training step. The model has fewer layers if not all layers fit into memory."""
 
     config: dict[str, Any]  # fields of config.json
-    num_groups: int
+    num_groups: int  # number of prompts
     responses: int  # responses to each prompt
     prompt: tuple[int, int]  # smallest and largest number of tokens of a prompt
     response: tuple[int, int]  # smallest and largest number of tokens of a response
@@ -107,10 +108,10 @@ LONG_RESPONSES = {  # size -> name of the model, its config, and the numbers of 
     "toy": ("small model", TOY, (64, 256)),
 }
 PROMPT = 8  # tokens before a long response
-RECOMPUTED_MODULES = ["mlp", "layernorm"]
+RECOMPUTED_MODULES = ["mlp", "layernorm"]  # modules of each layer whose activations are recomputed for long responses
 USABLE_FRACTION = 0.85  # fraction of the free GPU memory that the measured model may use according to the planner
 HOST_FRACTION = 0.4  # fraction of the free host memory for the copy of an offloaded model
-PROFILED_KERNELS = 10
+PROFILED_KERNELS = 10  # number of kernels that the report names
 
 
 def measure_step(job: SectionJob) -> None:
@@ -125,7 +126,7 @@ def measure_step(job: SectionJob) -> None:
     block, batch = random_groups(rng, config["vocab_size"], counts, bounds)
     padded = padded_rows(rng, config["vocab_size"], block)
     rows = TrainBatch.of(padded, batch.groups)
-    choices = {
+    choices = {  # name -> (rows, their partition into micro-batches)
         "packed, shared prompts (mrl's choice)": (block, partition(batch, sizes.max_tokens, share_prompts=True)),
         "packed": (block, partition(batch, sizes.max_tokens, share_prompts=False)),
         "padded to the longest row": (padded, partition(rows, sizes.max_tokens, share_prompts=False)),
@@ -196,6 +197,7 @@ def random_groups(
 
     prompts = [prompt for _ in range(counts[0]) for prompt in [tokens(*bounds[0])] * counts[1]]
     responses = [tokens(*bounds[1]) for _ in prompts]
+    # -9.0: an arbitrary log-probability
     block = TokenBlock.from_lists(prompts, responses, [[-9.0] * len(response) for response in responses])
     advantages = rng.normal(size=len(prompts)).astype(np.float32)
     block = block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
@@ -218,8 +220,12 @@ def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPa
 
 
 def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition, shared: bool) -> float:
-    """Return the multiply-adds of a forward pass: all computed tokens in the layers, all sampled tokens in the head."""
+    """Return the multiply-adds of a forward pass: of all computed tokens in the layers, and of all sampled tokens in the head.
+
+    `shared`: whether responses share their prompts. Then each micro-batch computes the prompt of a group once.
+    """
     hf = HFConfig(Path("config.json"), config)
+    # for n tokens: linear * n + quadratic * n**2, with the head
     linear, quadratic = family_of(hf).read(hf).multiply_adds()
     head = config["hidden_size"] * config["vocab_size"]
     lengths, prompts = block.lengths.astype(float), block.prompt_lengths.astype(float)
@@ -350,7 +356,8 @@ def report_kernels(job: SectionJob, update: Callable[[], None]) -> None:
     """Report the kernels that take the most time in an update; on a CPU, the operators of torch."""
     job.progress("profile by kernel")
     activity = torch.profiler.ProfilerActivity
-    activities = [activity.CUDA if has_cuda() else activity.CPU]  # the evaluation of both kinds of events takes minutes
+    # evaluating CPU and CUDA events together takes minutes
+    activities = [activity.CUDA if has_cuda() else activity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         update()
         synchronize()

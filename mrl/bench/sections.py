@@ -75,8 +75,8 @@ MACHINE = Section("machine", "card and versions", "mrl.bench.device_rates:read_m
 class SectionSpec:
     """Arguments of a section's process."""
 
-    function: str
-    megatron: bool
+    function: str  # as in Section
+    megatron: bool  # as in Section
     size: str  # one of SIZES
     deadline_s: float
     events: str  # file to which the process appends its events
@@ -126,7 +126,10 @@ class SectionJob:
 
     @contextmanager
     def case(self, what: str) -> Iterator[None]:
-        """Context of one measurement. Reports its start, and reports an error without ending the section."""
+        """Context of one measurement. Reports its start, and reports an error without ending the section.
+
+        If the memory of the card is too small, the measurement is left out, and this does not count as an error.
+        """
         self.progress(what)
         try:
             yield
@@ -153,7 +156,7 @@ class SectionResult:
     left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)  # last lines of the output of a failed section
-    last_step: str = "its start"
+    last_step: str = "its start"  # what the section reported last with SectionJob.progress
 
     @property
     def status(self) -> str:
@@ -170,11 +173,11 @@ class SectionResult:
 class Bench:
     """Runs sections one after the other, and shows their progress with `show`."""
 
-    size: str
+    size: str  # one of SIZES
     environment: Mapping[str, str]  # environment variables of the processes, in addition to those of this process
     show: Callable[[str], None]
-    rates: dict[str, float] = field(default_factory=dict)
-    machine: dict[str, Any] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)  # as in SectionSpec
+    machine: dict[str, Any] = field(default_factory=dict)  # facts that the section `machine` reported
     programs: dict[str, str] = field(default_factory=dict)  # program of tests/gpu -> outcome
 
     def run(self, sections: Sequence[Section], seconds: float) -> list[SectionResult]:
@@ -272,7 +275,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _without_folders(text: str, scratch: str) -> str:
-    """Return an output without the folders of this machine, because reports are published."""
+    """Return an output in which short names replace the folders of this machine, because reports are published."""
     folders = {
         scratch: "SCRATCH",
         str(PACKAGE_ROOT): ".",
@@ -357,7 +360,7 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
         job.row("programs of tests/gpu", ("passed", counts["PASSED"], "tests"), ("failed", failed, "tests"))
     if interrupted.is_set():
         job.leave_out(
-            "the other programs", "there was no time for them; use a larger --minutes, or pytest -m gpu tests/gpu"
+            "the remaining programs", "there was no time for them; use a larger --minutes, or pytest -m gpu tests/gpu"
         )
     elif status and not failed:
         job.fail(f"pytest ended with status {status}")

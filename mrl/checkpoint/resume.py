@@ -81,7 +81,7 @@ class ResumePoint:
 _LORA_RANK, _TRAIN_VISION, _TRAIN_MTP = "lora.rank", "model.train_vision", "model.train_mtp"
 _KEYS = (_LORA_RANK, "lora.alpha", "lora.targets", "lora.experts", _TRAIN_VISION, _TRAIN_MTP)
 """Names of `model_identity` that are config keys."""
-_LORA_BASE = "lora_base"
+_LORA_BASE = "lora_base"  # name of `model_identity` that has a hash of the base model's weights
 
 
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:

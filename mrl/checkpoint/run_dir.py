@@ -206,8 +206,9 @@ def _tokens_by_version(spans: NDArray[np.int64], token_weights: NDArray[np.float
 
 
 STARTS_FILE = "starts.jsonl"
+# Packages whose versions an event records
 PACKAGES = ("mrl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine")
-GIT_TIMEOUT_S = 5.0
+GIT_TIMEOUT_S = 5.0  # time limit of each git command
 ERROR_CHARACTERS = 2000  # longest error message in an event `end`; the rest is cut off
 
 

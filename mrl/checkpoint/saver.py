@@ -85,7 +85,7 @@ class CheckpointSaver:
 
     store: CheckpointStore
     models: Mapping[str, SavableModel]  # actor and, if there is one, critic
-    # parts of a checkpoint that never change: name -> function that writes the part to a folder
+    # parts of a checkpoint that never change, such as the reference: name -> function that writes the part to a folder
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records

@@ -197,7 +197,7 @@ class CheckpointStore:
         return [int(name[1]) for name in names if name]
 
     def _prune(self) -> None:
-        """Remove the parts that old checkpoints need not keep. The newest checkpoint and the best ones keep all their parts."""
+        """Remove the parts that old checkpoints need not keep. The newest and the `keep_best` best checkpoints keep all parts."""
         complete = list(self._complete())
         scores = {one.step: one.score for one in complete if one.score is not None}
         best = sorted(sorted(scores), key=lambda step: scores[step], reverse=True)[: self.keep_best]

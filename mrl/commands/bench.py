@@ -44,9 +44,9 @@ numbers are printed as a table and written to a JSON file.
 The exit status is 0 if every section ran or was left out, 1 if a section failed, and 2 for wrong arguments or if there is no GPU.
 """.replace("@sections@", ", ".join(section.name for section in SECTIONS))
 
-SCHEMA = 1  # version of the layout of the JSON file
+SCHEMA = 1  # version of the format of the JSON file
 FREE_GIB = {"full": 60.0, "small": 14.0}
-"""Size of the measurements -> free GPU memory that they need, in GiB."""
+"""Size of the measurements -> free GPU memory that they need, in GiB. With less memory, the size is toy."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,7 +159,7 @@ def _number(value: float) -> str:
 def report_of(
     bench: Bench, results: Sequence[SectionResult], begun: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+    """Return the content of the JSON file. `begun`: time.time() at the start of the command."""
     cards = read_gpus().cards if arguments.device == "cuda" else []
     machine = {name: value for name, value in bench.machine.items() if name != "versions"}
     return dict(

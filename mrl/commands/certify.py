@@ -144,7 +144,7 @@ def conclusion(report: EngineReport) -> str:
 
 
 def print_places(report: EngineReport, title: str) -> None:
-    """Print one row for each place: its first layer that differs. If no layer differs, show the largest difference."""
+    """Print one row for each place: its first layer that differs, or else the layer with the largest relative difference."""
     from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 

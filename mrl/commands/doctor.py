@@ -42,8 +42,8 @@ To check the hosts of a job, start one process on each host before Ray starts:
   --config-dir   folder with your own config groups, as for mrl train
   --json         prints facts and findings as JSON
 
-The exit status is the same on all hosts: 0 without findings or with notes only, 1 with warnings, 2 with errors. Wrong arguments
-also give 2. docs/tutorials/slurm.md lists the checks.
+The exit status is 0 without findings or with notes only, 1 with warnings, 2 with errors. It is the same on all hosts, except on a
+host that joins late or loses the connection. Wrong arguments also give 2. docs/tutorials/slurm.md lists the checks.
 """
 
 

@@ -177,7 +177,7 @@ def print_comparison(comparison: Comparison, confidence: float) -> None:
 
 
 def print_harness_results(results: Sequence[HarnessResult], title: str, confidence: float) -> None:
-    """Print a table with a row for each metric of a harness."""
+    """Print a table with a row for each metric of each task of the harness."""
     from rich.table import Table
 
     table = Table("task", title=f"{title}\n{confidence:.0%} intervals", title_justify="left")

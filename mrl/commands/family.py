@@ -38,7 +38,7 @@ Examples:
   mrl family derive Qwen3-0.6B
   mrl family derive config.json --output my_family.py --layouts
 """
-LAYOUTS = ("tp", "pp")
+LAYOUTS = ("tp", "pp")  # keys of the section parallel; --layouts sets each of them to 2 in turn
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
 _ALL_OF_ARRAY = re.compile(r"\$(@|\{\w+\[[@*]\]\})")
 _DOTTED_KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 GROUPS = ("algorithm", "placement", "reward")
-"""Overrides that select a config group. They come first, because the other overrides change what the group sets."""
+"""Overrides that select a config group. They come first, because the other overrides may change keys that the group sets."""
 
 
 @dataclass
 class Translation:
-    """The translation of an imported config: overrides, notes, and keys that no table contains."""
+    """The translation of an imported config: overrides, notes, and keys that the table of the other trainer does not contain."""
 
     overrides: Overrides = field(default_factory=dict)  # mrl key -> value
     translated: list[tuple[str, Overrides]] = field(default_factory=list)  # (foreign KEY=VALUE, its overrides)
@@ -56,7 +56,7 @@ def translate(source: str, values: Values) -> Translation:
 
 
 def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
-    """Return the name in `rules` that matches `key`: the key itself, or else the longest name that ends with `*`."""
+    """Return the name of the rule for `key`: the key itself, or else the longest `START*` whose START begins the key."""
     if key in rules:
         return key
     return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="mrl import",
         description="Translate a config of another trainer into overrides of `mrl train`. "
-        "Prints tables of the translated keys, of the keys that have no counterpart in mrl, of those for which nothing has to be "
-        "set and of those that this command does not know, and then the command.",
+        "Prints tables of the translated keys, of the keys that have no counterpart in mrl, of the keys for which nothing has to "
+        "be set, and of the keys that this command does not know. Then prints the command.",
         epilog="CONFIG is a YAML file or the shell script that starts the other trainer (SECTION.KEY=VALUE or --key value).",
     )
     top.add_argument("source", choices=sorted(SOURCES), help="the other trainer")
@@ -134,7 +134,7 @@ def read_config(path: Path, source: str) -> dict[str, Any]:
             f"{path} contains no keys of {source}; expected a YAML file, or a script with SECTION.KEY=VALUE or --key value."
         )
     known = SOURCES[source]
-    sep = "-" if source == "slime" else "_"
+    sep = "-" if source == "slime" else "_"  # character between the words of a key
     return {key if key in known else key.replace("-", sep).replace("_", sep): value for key, value in values.items()}
 
 

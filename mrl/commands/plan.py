@@ -94,7 +94,10 @@ def _device_map(config: Config, weights: bool = True) -> DeviceMap:
 
 
 def explain_everything(config: Config, as_json: bool = False) -> None:
-    """Print the placement and the memory of a run. Exit with status 1 if the run does not fit in memory."""
+    """Print the placement and the memory of a run. Exit with status 1 if the run does not fit in memory.
+
+    With `as_json`, print only the memory.
+    """
     if not as_json:
         with hydra_entry.exit_on_user_error():
             devices = _device_map(config, weights=False)

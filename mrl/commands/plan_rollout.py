@@ -31,7 +31,8 @@ USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
 Simulates a run with other staleness, with other divisions of its GPUs, and with over-sampling (docs/concepts/asynchrony.md).
 One of three keys gives the lengths of the responses: run.dir (the run directory of a synchronous run), lengths (a file), or
 median (a log-normal distribution). Each line of the file has the lengths of one group in tokens, such as [120, 80]. Speeds are
-fitted to the run in run.dir. Every speed can also be set by its key.
+fitted to the run in run.dir. Every speed can also be set by its key. If decode_step_ms, decode_request_ms and prefill_ms are all
+set, nothing is fitted, and every speed without a key has a default value.
 
   mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 decode_step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
@@ -111,7 +112,8 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
     return value
 
 
-# Defaults for a command without run.dir
+# Defaults for a command without run.dir. If run.dir and all three speeds of engines are given, nothing is fitted. Then train_s,
+# train_token_s and push_s also come from DEFAULT_SPEEDS, unless their keys set them.
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
 DEFAULT_SPEEDS = RunSpeeds(
     EngineSpeeds(fixed_step_s=0.015, request_s=0.0001, prefill_s=0.00003, max_running=256),

@@ -79,7 +79,7 @@ MEASURED_ROWS = 256  # in each file of data.train, the prompts of at most this n
 def fixed_values(config: Config) -> dict[str, Any]:
     """Return LayoutSpace.fixed (name -> value) for all keys that plan.fix names.
 
-    Raises ValueError for a key that the search does not set.
+    Keys whose value is null in the config are left out. Raises ValueError for a key that the search does not set.
     """
     fixed: dict[str, Any] = {}
     for key in config.plan.fix:
@@ -170,6 +170,7 @@ def step_workload(config: Config) -> StepWorkload:
         share_prompts=config.trainer.share_prompts,
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
+        # one pass of the actor, one of the reference
         scoring_passes=bool(needs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in needs),
         critic="values" in needs,
         critic_budgets=(critic.train, critic.forward),
@@ -193,7 +194,7 @@ def make_search(config: Config) -> LayoutSearch:
     shape = model_shape(config, hf, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
-    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # see plan_model
+    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # then plan_model refuses cp > 1
         fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None

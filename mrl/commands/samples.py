@@ -20,6 +20,7 @@ COLORINGS: dict[str, tuple[Callable[[TextSample], Sequence[float | None]], str]]
     "version": (lambda sample: sample.versions, "weight version that sampled the token"),
     "mismatch": (lambda sample: sample.mismatches, "the trainer's log-probability minus the engine's"),
 }
+# red, gray, blue
 LOW, MIDDLE, HIGH = ColorTriplet(214, 69, 65), ColorTriplet(128, 128, 128), ColorTriplet(38, 130, 196)
 
 
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def choose(samples: Sequence[TextSample], count: int, *, best: bool, worst: bool) -> list[TextSample]:
-    """Return `count` of `samples`. The samples must be sorted best first, as `read_samples` returns them.
+    """Return at most `count` of `samples`. The samples must be sorted best first, as `read_samples` returns them.
 
     With `best`, return the first samples, and with `worst` the last ones. With both or neither, return samples from both ends,
     half of `count` from each end.

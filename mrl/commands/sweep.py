@@ -24,14 +24,15 @@ from mrl.sweep.points import (
 from mrl.sweep.sweepers import register_plugins
 
 USAGE = """usage: mrl train -m KEY=VALUE,VALUE [KEY=VALUE ...]     start a sweep, or continue the sweep in run.dir
-       mrl train -m --table FOLDER                      print the result table of a sweep, which may still run
+       mrl train -m --table FOLDER                      print the result table of a sweep, even while the sweep runs, and write
+                                                        it to FOLDER/sweep.csv
 
 A sweep trains all combinations of the given values. Each combination is called a point and has its own folder run.dir/INDEX.
-All points are checked before any of them starts. At the end, the command prints a result table and the command that trains the
-best point again. It also writes the table to run.dir/sweep.csv.
+All points are checked before any of them starts; with Optuna, this holds for each batch of points. At the end, the command
+prints a result table and the command that trains the best point again. It also writes the table to run.dir/sweep.csv.
 
-To continue an interrupted sweep, run the same command with the same run.dir. It runs the points that failed or have not run yet.
-SIGTERM or SIGUSR1 interrupts a sweep; the exit status is then 75.
+To continue an interrupted sweep, run the same command with the same run.dir. It runs the points that failed or have not ended.
+SIGTERM or SIGUSR1 interrupts a sweep: the command ends with status 75, and jobs in Slurm continue.
 
   mrl train -m optim.lr=1e-4,3e-4 run.seed=0,1
   mrl train -m sweep=lr_kl                              the sweep in conf/sweep/lr_kl.yaml
@@ -42,8 +43,8 @@ SIGTERM or SIGUSR1 interrupts a sweep; the exit status is then 75.
 
   VALUE,VALUE             several values of a key, such as 1e-4,3e-4 or choice(grpo,rloo) or range(1,5). With Optuna also
                           interval(0,1) or tag(log,interval(1e-6,1e-3)).
-  sweep.metric            metric that ranks the points. Default: reward/mean. It is averaged over the last 5 steps. For eval/*
-                          the last evaluation counts.
+  sweep.metric            metric that ranks the points. Default: reward/mean. The metric is averaged over the last 5 steps; for
+                          eval/*, only the last evaluation counts.
   sweep.direction         maximize or minimize
   hydra.launcher.n_jobs   number of points that run at the same time. Default: 1.
   hydra.sweeper.params    swept keys and their values, for a sweep that a file conf/sweep/NAME.yaml defines

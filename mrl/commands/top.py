@@ -98,7 +98,7 @@ def _single_key_mode() -> Iterator[None]:
 
 
 def _pressed_q(timeout_s: float) -> bool:
-    """Wait for the next frame. Returns True as soon as the user presses q."""
+    """Wait `timeout_s` seconds, or until the user presses q. Return whether the user pressed q."""
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:
         if not sys.stdin.isatty():

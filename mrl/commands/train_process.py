@@ -100,7 +100,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 
 
 def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) -> str:
-    """Return the last output of a run: rewards, the places of the model and of the checkpoint, and commands to run next."""
+    """Return the last output of a run: rewards, the paths of the model and of the checkpoint, and commands to run next."""
     folder, goal = Path(config.run.dir), config.trainer.stop_reward
     rewards = [step["reward/mean"] for step in read_first_steps(folder / "metrics.jsonl", "reward/mean")]
     first = f" ({rewards[0]:.3f} in the first step)" if rewards else ""
@@ -125,7 +125,8 @@ def next_commands(config: Config, overrides: Sequence[str], has_model: bool, rea
 
     `reached_goal`: whether the run reached trainer.stop_reward. The command that continues the run then turns this key off.
     """
-    if any(word.startswith("--config-path") for word in sys.argv):  # `mrl.train` passes its config as a file
+    # the function `mrl.train` passes its config as a file
+    if any(word.startswith("--config-path") for word in sys.argv):
         return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
     epochs = config.trainer.epochs
     replaced = {"run.dir", "trainer.max_steps", *(["trainer.stop_reward"] if reached_goal else [])}

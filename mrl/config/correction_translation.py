@@ -3,7 +3,7 @@
 from typing import Any
 
 from mrl.config.translation_rules import (
-    VERL_CORRECTION,
+    VERL_CORRECTION_PREFIX,
     VERL_ESTIMATOR,
     VERL_LOSSES,
     Note,
@@ -14,11 +14,12 @@ from mrl.config.translation_rules import (
 
 _CORRECTIONS = "mrl.algorithms.corrections."
 _IMPORTANCE = f"{_CORRECTIONS}ImportanceSampling"
-_K1_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+# Option of verl's rollout_rs, without the ending _k1 -> level of ImportanceSampling.
+_LEVEL_OF_K1_OPTION = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
 
 
 def correction_node(nodes: list[Overrides]) -> Overrides:
-    """Return the override that sets algorithm.correction to one node, or to the product of several nodes."""
+    """Return the override for algorithm.correction: the only node, or the product of the nodes. A node has a `_target_`."""
     product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
     return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
 
@@ -28,7 +29,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
 
     This function is the rule of rollout_is, rollout_rs and bypass_mode, and returns the same result for each of these keys.
     """
-    read = lambda name, default=None: values.get(VERL_CORRECTION + name, default)  # noqa: E731
+    read = lambda name, default=None: values.get(VERL_CORRECTION_PREFIX + name, default)  # noqa: E731
     bypass, policy_gradient = is_on(read("bypass_mode")), str(read("loss_type")) == "reinforce"
     nodes, overrides = list[dict[str, Any]](), dict[str, Any]()
     for option, bounds in _verl_rejections(read("rollout_rs"), read("rollout_rs_threshold")):
@@ -45,12 +46,12 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
         if policy_gradient:
             overrides |= VERL_LOSSES["gpg"]
     if not nodes and not overrides:
-        return Note("no correction is the default", needed=False)
+        return Note("verl's config has no correction, which is also mrl's default", needed=False)
     return overrides | (correction_node(nodes) if nodes else {})
 
 
 def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
-    """Return (option, bounds) for each option of rollout_rs. verl writes two bounds as numbers joined by `_`."""
+    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. One threshold is for all options."""
     names = [name.strip() for name in str(options or "").split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts
@@ -63,8 +64,15 @@ def _rejection(option: str, bounds: list[float]) -> Overrides:
     if kind != "k1":
         name = level.removeprefix("seq_")
         return {"_target_": f"{_CORRECTIONS}Rejection", "level": name, "kind": kind, "high": bounds[0]}
-    low, high = bounds if len(bounds) == 2 else (1 / bounds[0], bounds[0])  # bounds of pi_rollout / pi_old
-    return {"_target_": _IMPORTANCE, "level": _K1_LEVELS[level], "mode": "reject", "low": 1 / high, "high": 1 / low}
+    low, high = bounds if len(bounds) == 2 else (1 / bounds[0], bounds[0])
+    # verl bounds pi_rollout / pi_old. ImportanceSampling bounds the inverse ratio, so the two bounds are inverted and swapped.
+    return {
+        "_target_": _IMPORTANCE,
+        "level": _LEVEL_OF_K1_OPTION[level],
+        "mode": "reject",
+        "low": 1 / high,
+        "high": 1 / low,
+    }
 
 
 def _verl_weights(level: str, threshold: str) -> Overrides:

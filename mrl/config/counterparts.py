@@ -23,7 +23,7 @@ from mrl.config.translation_rules import (
     TRL_LOSSES,
     TRL_SCALES,
     VERL_ACTOR,
-    VERL_CORRECTION,
+    VERL_CORRECTION_PREFIX,
     VERL_ESTIMATOR,
     VERL_FILTRATION,
     VERL_KL,
@@ -77,7 +77,7 @@ from mrl.config.translation_rules import (
 )
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", VERL_ACTOR
-SIGNS = ("positive", "negative")
+_ADVANTAGE_SIGNS = ("positive", "negative")  # signs of the advantage, in names of arguments of SAPO and VESPO
 
 VERL: dict[str, Rule] = {
     "data.train_files": partial(files, "data.train"),
@@ -198,10 +198,10 @@ VERL: dict[str, Rule] = {
     ),
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_sampling_rounds",
     "algorithm.filter_groups.metric": verl_filter_metric,
-    f"{VERL_CORRECTION}rollout_is": verl_correction,
-    f"{VERL_CORRECTION}rollout_rs": verl_correction,
-    f"{VERL_CORRECTION}bypass_mode": verl_correction,
-    f"{VERL_CORRECTION}*": Note("part of algorithm.correction", needed=False),
+    f"{VERL_CORRECTION_PREFIX}rollout_is": verl_correction,
+    f"{VERL_CORRECTION_PREFIX}rollout_rs": verl_correction,
+    f"{VERL_CORRECTION_PREFIX}bypass_mode": verl_correction,
+    f"{VERL_CORRECTION_PREFIX}*": Note("part of algorithm.correction", needed=False),
     "custom_reward_function.path": lambda value, values: {"reward": "function", "reward.path": value},
     "custom_reward_function.name": "reward.name",
     "reward_model.enable": lambda value, values: (
@@ -402,11 +402,11 @@ TRL: dict[str, Rule] = {
     "epsilon_high": partial(trl_loss_argument, "clip_high"),
     "delta": partial(trl_loss_argument, "dual_clip"),
     "top_entropy_quantile": trl_top_entropy,
-    **{f"sapo_temperature_{sign[:3]}": partial(trl_loss_argument, f"tau_{sign}") for sign in SIGNS},
+    **{f"sapo_temperature_{sign[:3]}": partial(trl_loss_argument, f"tau_{sign}") for sign in _ADVANTAGE_SIGNS},
     **{
         f"vespo_{name}_{sign[:3]}": partial(trl_loss_argument, f"{name}_{sign}")
         for name in ("k", "lambda")
-        for sign in SIGNS
+        for sign in _ADVANTAGE_SIGNS
     },
     "loss_type": partial(choice, "loss", TRL_LOSSES),
     "scale_rewards": partial(choice, "scale", TRL_SCALES),

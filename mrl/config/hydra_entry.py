@@ -1,12 +1,12 @@
 """Entry point of all commands that take config keys: Hydra composes the config from conf/ and from the command line.
 
-If Hydra cannot compose the config, the command prints one line with the file, the line number, the mistake and the remedy.
+If Hydra cannot compose the config, the command prints the mistake in one line. If a file of a config group is wrong, this line
+begins with the file and the line number.
 """
 
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +73,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and the option --dry-run of mrl."""
-_runs_hydra = False  # whether hydra.main is running; while it runs, `_compose` uses the same Hydra (in a sweep)
+_runs_hydra = False  # whether hydra.main is running; then `_compose`, which a sweep calls, uses the Hydra of hydra.main
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -132,7 +132,7 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
     authorization()  # checks the engine keys
     _check_options(argv)
     arguments = check_overrides(add_default_experiment(with_absolute_search_path(argv)))
-    add_working_directory()  # finds a user's own rewards, losses and agents
+    add_working_directory()  # so that imports find a user's own rewards, losses and agents
     return arguments
 
 
@@ -155,6 +155,7 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
         arguments = ["--hydra-help"]  # for this option, Hydra composes only its own config, without the keys of mrl
     # All options come first, because argparse does not accept an option between two groups of overrides.
     sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     global _runs_hydra
     _runs_hydra = True
@@ -164,7 +165,10 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
         raise ValueError(composition_message(error, config_folders(arguments))) from None
     finally:
         _runs_hydra = False
-        del os.environ["HYDRA_FULL_ERROR"]
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def _checked_config(composed: DictConfig, weights: bool) -> Config:
@@ -175,12 +179,24 @@ def _checked_config(composed: DictConfig, weights: bool) -> Config:
     try:
         config = resolve_inputs(from_hydra(composed), weights)
     except PlainSecretError as error:
-        shutil.rmtree(Path(HydraConfig.get().runtime.output_dir, "hydra"))  # Hydra has already written the secret there
+        _delete_files_of_hydra()
         exit_with_error(error)
     except ValueError as error:
         exit_with_error(error)
     run_dir = HydraConfig.get().runtime.output_dir  # in a sweep, each run has its own folder
     return replace(config, run=replace(config.run, dir=run_dir))
+
+
+def _delete_files_of_hydra() -> None:
+    """Delete the files with the config, into which Hydra has already written a secret. Leave all other files of the folder."""
+    config = HydraConfig.get()
+    if config.output_subdir is None:  # Hydra has written no file
+        return
+    folder = Path(config.runtime.output_dir, config.output_subdir)
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def register_schema() -> None:
@@ -234,7 +250,7 @@ def exit_on_user_error() -> Iterator[None]:
 def exit_with_error(error: Exception) -> NoReturn:
     """End the process with status 2 and the error's message, without a traceback."""
     sys.stderr.write(f"mrl: {error}\n")
-    if logging.getLogger().handlers:  # the process writes mrl.log
+    if logging.getLogger().handlers:  # the process writes mrl.log; is_shown: the terminal already shows the error
         logger.error("%s", error, extra=dict(is_shown=True))
     raise SystemExit(2)
 
@@ -296,7 +312,7 @@ def _check_override(argument: str, parser: OverridesParser, folders: Sequence[Pa
         raise ValueError(f"{argument!r} cannot be parsed: {str(error).splitlines()[0]}") from None
     if value is None and any((folder / key).is_dir() for folder in folders):
         names = ", ".join(group_files(key, folders))
-        raise ValueError(f"{argument}: a config group has no null; expected one of {names}.")
+        raise ValueError(f"{argument}: a config group cannot be null; expected one of {names}.")
     if (CONF / key).is_dir() or key.split(".")[0] == "hydra" or key.startswith("hydra/"):
         return argument
     if of_own_group := own_group_override(argument, key, folders[1:]):

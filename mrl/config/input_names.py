@@ -123,7 +123,10 @@ def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
 
 
 def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:
-    """Return named sources with `resolve` applied to their files. Later checks report values that are not names of files."""
+    """Return named sources with `resolve` applied to their files. Later checks report values that are not names of files.
+
+    `resolve`: function (names of files, name of the source) -> local paths.
+    """
 
     def of(value: Any, key: str) -> Any:
         if isinstance(value, dict):
@@ -185,7 +188,7 @@ def resolve_data(name: str, key: str, split: str) -> list[str]:
 def _snapshot(hub: _HubName, kind: str, given: str, files: Sequence[str]) -> Path:
     """Return the folder of a repository in the local Hub cache (HF_HOME). Fetches missing `files` if the Hub can be reached.
 
-    `given`: the config key and the name, for error messages. Raises ValueError if the files cannot be fetched.
+    `given`: KEY=NAME, for error messages. `files`: patterns of the needed files. Raises ValueError if they cannot be fetched.
     """
     import httpx  # these imports take half a second; commands whose names are all local skip them
     import huggingface_hub
@@ -224,7 +227,7 @@ def _listing(filesystem: Any, source: str) -> list[tuple[str, str]]:
     if "http" in filesystem.protocol:  # a URL of HTTP names one file; listing it would fetch the file
         info = filesystem.info(source)
         version = {name: info[name] for name in ("ETag", "Content-MD5", "Digest") if name in info}
-        # If the server sends no version, the content may have changed since the last call, so each call returns another
+        # If the server sends no version, the content may have changed since the previous call, so each call returns another
         # description.
         return [(source, str({"size": info.get("size"), **(version or {"fetched": time.time_ns()})}))]
     entries = filesystem.find(source, detail=True)

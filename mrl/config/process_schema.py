@@ -51,18 +51,18 @@ class CheckpointConfig:
         "steps",
         least=0,
     )
-    keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
+    keep_last: int = key(2, "Number of newest checkpoints to keep.", "checkpoints", least=1)
     keep_last_critic: int | None = key(
         None,
-        "Number of latest checkpoints that keep the critic. keep_last is then the number of latest checkpoints that keep the "
-        "actor. A run continues only from a checkpoint with both. Default: keep_last.",
+        "Number of newest checkpoints that keep the critic. keep_last is then the number of newest checkpoints that keep the "
+        "actor. A run continues only from a checkpoint of actor and critic. Default: keep_last.",
         "checkpoints",
         least=1,
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are older than the "
-        "keep_last newest.",
+        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are not "
+        "among the keep_last newest.",
         "checkpoints",
         least=0,
     )
@@ -150,7 +150,7 @@ class WeightSyncConfig:
     )
     delta: bool = key(
         False,
-        "Whether to send only compressed differences from the last weight version. Each sender then keeps a copy of the "
+        "Whether to send only compressed differences from the previous weight version. Each sender then keeps a copy of the "
         "model weights that it sends.",
     )
     timeout_s: float = key(
@@ -274,7 +274,7 @@ class ClusterConfig:
         dict,
         "Settings of Ray: arguments of ray.init, such as {object_store_memory: 8000000000, object_spilling_directory: /scratch}. "
         "In a Slurm job, the settings of nodes become options of `ray start`. Default of object_store_memory on this machine: a "
-        "tenth of the free memory, at most half of /dev/shm, at least 512 MiB; in a Slurm job: Ray's default.",
+        "tenth of the free memory, at most half of the free space of /dev/shm, at least 512 MiB; in a Slurm job: Ray's default.",
     )
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
 

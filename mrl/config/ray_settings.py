@@ -50,6 +50,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _function(file: str, name: str) -> ast.FunctionDef:
+    """Return the syntax tree of a function of Ray. `file`: path of its file in Ray's folder."""
     spec = find_spec("ray")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("ray is not installed here; install the locked requirements (README).")
@@ -88,7 +89,7 @@ def start_options() -> frozenset[str]:
 
 
 def check_ray_settings(settings: Mapping[str, Any], *, slurm: bool, address: str | None) -> None:
-    """Raise ValueError if the key cluster.ray has a setting that Ray does not have, that mrl sets, or that would have no effect.
+    """Raise ValueError if cluster.ray has a setting that Ray lacks, that mrl sets or that has no effect, or a wrong value.
 
     `slurm`: whether the run is a Slurm job. `address`: the key cluster.address.
     """

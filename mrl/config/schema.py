@@ -145,8 +145,8 @@ class RolloutConfig:
     )
     filter: Node | None = key(
         dict,
-        "Function that decides from the rewards of a group whether a step trains on the group. New prompts replace rejected "
-        "groups.",
+        "Function that decides from the rewards of a group whether a step trains on the group. Groups of new prompts replace "
+        "rejected groups.",
     )
     max_sampling_rounds: int = key(
         10,

@@ -21,8 +21,8 @@ ENGINE_KEYS = "MRL_ENGINE_KEYS"
 HIDDEN = "(secret)"  # written in place of a secret
 MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance
 
-# This pattern is searched in names in which "_" replaces "-". The name `tokens` alone does not match, because it means tokens of
-# the model.
+# Pattern for the names of secrets. `is_secret_name` first replaces "-" by "_". The name `tokens` alone does not match, because it
+# means tokens of the model.
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
@@ -139,7 +139,7 @@ def _redact_value(name: str, value: Any, secret_values: list[str]) -> Any:
 def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every key that is not a section.
 
-    If `into_lists` is true, yield the elements of a list one by one, each with the key of the list.
+    If `into_lists` is true, yield the elements of a list one by one, each with the key of the list. `prefix`: key of `node`.
     """
     if isinstance(node, Mapping):
         for name, value in node.items():

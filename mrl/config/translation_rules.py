@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.process_schema import TrackingBackend
 
 KL = "mrl.algorithms.kl.KLPenalty"
-VERL_ACTOR, VERL_CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+VERL_ACTOR, VERL_CORRECTION_PREFIX = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 VERL_LOSS_MODE = f"{VERL_ACTOR}policy_loss.loss_mode"
 VERL_ESTIMATOR, VERL_SCALE = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
 SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss._target_", "algorithm.aggregation"
@@ -128,7 +128,7 @@ def kl_penalty(
 
 
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
-    """Compute the warm-up steps from their fraction of all steps. `total`: key with the number of all steps."""
+    """Compute the warm-up steps from a fraction of all steps. `optim`: section of mrl. `total`: key with the number of steps."""
     if not float(value):
         return Note("0 is the default", needed=False)
     if (steps := values.get(total)) is None:
@@ -161,7 +161,7 @@ def trackers(value: Any, values: Values) -> Overrides:
     return {"tracking.backends": [backend.value for backend in TrackingBackend if backend.value in named]}
 
 
-ALGORITHMS = {
+ALGORITHMS = {  # advantage estimator of verl or slime -> overrides
     "grpo": {"algorithm": "grpo"},
     "gae": {"algorithm": "ppo"},
     "ppo": {"algorithm": "ppo"},
@@ -228,7 +228,7 @@ VERL_LOSS_DEFAULTS: dict[str, dict[str, float]] = {  # loss_mode -> verl's defau
     **{mode: {"clip_ratio_c": 3.0} for mode in _DPPO},
     "kl_cov": {"policy_loss.ppo_kl_coef": 0.1},
 }
-TRL_LOSSES = {
+TRL_LOSSES = {  # loss_type -> overrides
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "sapo"},
     "vespo": {"algorithm": "vespo"},
@@ -238,12 +238,12 @@ TRL_LOSSES = {
     "grpo": {AGGREGATION: "sequence_mean"},
     "dr_grpo": {AGGREGATION: "fixed_length"},
 }
-_TRL_LOSS_CLASSES = {
+_TRL_LOSS_CLASSES = {  # loss_type -> loss in mrl, if the loss has a class of its own
     "cispo": f"{_TOKEN_LOSSES}CISPO",
     "sapo": f"{_TOKEN_LOSSES}SAPO",
     "vespo": f"{_SEQUENCE_LOSSES}VESPO",
 }
-VERL_AGGREGATIONS = {
+VERL_AGGREGATIONS = {  # loss_agg_mode -> override
     "token_mean": {AGGREGATION: "token_mean"},
     "seq_mean_token_mean": {AGGREGATION: "sequence_mean"},
     "seq_mean_token_sum": {AGGREGATION: "sequence_sum"},
@@ -251,7 +251,7 @@ VERL_AGGREGATIONS = {
     "token_sum": {AGGREGATION: "token_sum"},
 }
 TRL_SCALES = {n: {SCALE: n} for n in ("group", "batch", "none")} | {"true": {SCALE: "group"}, "false": {SCALE: "none"}}
-VERL_KL = {
+VERL_KL = {  # name of a KL estimator in verl -> its name in mrl
     **{"kl": "k1", "k1": "k1", "kl+": "k1+", "k1+": "k1+", "abs": "abs", "abs+": "abs+", "mse": "k2", "k2": "k2"},
     **{"low_var_kl": "k3", "k3": "k3", "low_var_kl+": "k3+", "k3+": "k3+"},
 }
@@ -269,7 +269,7 @@ AGENT = Note("name the agent in rollout.agent._target_ (docs/tutorials/agent.md)
 
 
 def layout_rules(prefix: str, section: str = "parallel", sep: str = "_") -> dict[str, Rule]:
-    """Return the rules for the sizes of a Megatron layout."""
+    """Return the rules for the sizes of a Megatron layout. `sep`: character between the words of the other trainer's keys."""
     names = {
         "tensor_model_parallel_size": "tp",
         "pipeline_model_parallel_size": "pp",
@@ -314,7 +314,7 @@ def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
 
 
 def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides:
-    """Set optim.betas. `first`, `second`: keys of both betas. Without a key, the default of slime (Megatron) and trl applies."""
+    """Set optim.betas. `first`, `second`: keys of the betas. A key that the config lacks has the default of Megatron and trl."""
     defaults = {first: 0.9, second: 0.999}
     return {"optim.betas": [default if values.get(key) is None else values[key] for key, default in defaults.items()]}
 
@@ -383,8 +383,8 @@ def verl_scale(value: Any, values: Values) -> Overrides | Note:
 
 def verl_mode(values: Values) -> str:
     """Return the name of verl's loss. With rollout_correction.bypass_mode, policy_loss.loss_mode has no effect."""
-    if is_on(values.get(f"{VERL_CORRECTION}bypass_mode", False)):
-        return "gpg" if values.get(f"{VERL_CORRECTION}loss_type") == "reinforce" else "vanilla"
+    if is_on(values.get(f"{VERL_CORRECTION_PREFIX}bypass_mode", False)):
+        return "gpg" if values.get(f"{VERL_CORRECTION_PREFIX}loss_type") == "reinforce" else "vanilla"
     return str(values.get(VERL_LOSS_MODE, "vanilla")).lower().replace("-", "_")
 
 

@@ -282,7 +282,7 @@ def _check_generate(generate: GenerateConfig) -> None:
         )
 
 
-_JOB_KEYS = ("slurm", "components", "dry_run")
+_JOB_KEYS = ("slurm", "components", "dry_run")  # keys of the section cluster that apply only to a Slurm job
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -325,8 +325,8 @@ def teachers_of(config: Config) -> dict[str, RoleConfig]:
         for source in role.teaches:
             if other := by_source.get(source):
                 raise ValueError(
-                    f"roles.{name}.teaches={role.teaches}: roles.{other} teaches the data source {source!r} too; each has one "
-                    "teacher."
+                    f"roles.{name}.teaches={role.teaches}: roles.{other} teaches the data source {source!r} too; a data "
+                    "source has one teacher."
                 )
             by_source[source] = name
     return teachers

@@ -249,7 +249,7 @@ def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> N
 
 
 def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
-    """Return the schedule. `num_rows`: number of training prompts."""
+    """Return the schedule. `num_rows`: number of training prompts. `critic`: whether the run has a critic."""
     trainer = config.trainer
     return TrainingSchedule(
         max_steps=trainer.max_steps,
@@ -275,7 +275,7 @@ def finished_result(config: Config) -> TrainingResult | None:
         return None
     if not (checkpoint := CheckpointStore(folder / "checkpoints").latest()):
         return None
-    progress = checkpoint.state["progress"]
+    progress = checkpoint.state["progress"]  # fields of TrainingProgress
     evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
     if exported_step(folder) != progress["step"]:  # hf/ is missing, or from before the run was continued
         return None

@@ -26,7 +26,10 @@ class OffloadableModel(Protocol):
     """The trainer ranks of one model, or the servers of a served model. Both methods are idempotent."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Free the model's device memory. With `keep_weights`, weights stay or are loaded. Returns the bytes still allocated."""
+        """Free the model's device memory. Returns the number of bytes that are still allocated.
+
+        With `keep_weights`, only the weights are on the devices after the call, even if they were offloaded before.
+        """
         ...
 
     def load_to_device(self) -> None:
@@ -77,7 +80,8 @@ class MemoryScheduler:
         self._states: dict[str, MemoryState] = {}
         # Metrics since the last call of metrics(): seconds of transitions, number of loads, most bytes left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
-        self._used_by_rollout = {ENGINES}  # roles that work at the same time, so they never offload each other
+        # The engines and the served models. They work at the same time, so they never offload each other.
+        self._used_by_rollout = {ENGINES}
 
     def register_model(self, role: str, model: OffloadableModel) -> None:
         """Add the trainer ranks of a model. Peers are offloaded in the order of registration."""

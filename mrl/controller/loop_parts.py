@@ -50,7 +50,8 @@ class RolloutSource(Protocol):
 
         The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
         `kl_coef` is the coefficient of the KL penalty in the reward, and `step` is the index of the training step. `rows` [B]
-        selects responses; None: all responses. `advantage` and `loss` replace those of the config, unless they are None.
+        selects responses; None: all responses. If `advantage` or `loss` is not None, it replaces the estimator or the loss of the
+        config.
         """
         ...
 
@@ -159,6 +160,7 @@ class StepMetrics:
         The metric `spent/overlap_s` is the time that the step saved because models worked at the same time.
         """
         values = recorded | times
+        # Sum of the durations of both updates. The phase "update" is shorter if actor and critic train at the same time.
         updates = sum(values.get(f"spent/{name}_s", 0.0) for name in ("megatron", "critic"))
         update_overlap = max(0.0, updates - values.get("time/update_s", 0.0))
         score_overlap = max(0.0, values.get("spent/score_s", 0.0) - values.get("time/score_s", 0.0))
@@ -231,14 +233,14 @@ class StepRecord:
         return self.rollouts
 
 
-_IN_STEP = "trainer._target_:"
+_IN_STEP = "trainer._target_:"  # begins the messages about mistakes in a user's own step
 
 
 class Phases:
     """Measures the duration of each phase of a step, and records which phase is running or was interrupted."""
 
     def __init__(self) -> None:
-        self.current: str | None = None
+        self.current: str | None = None  # the phase that is running
         self.interrupted: str | None = None  # the phase that is running, or that an exception has ended
         self._seconds: dict[str, float] = {}
 

@@ -42,7 +42,7 @@ class MemoryEstimator:
 
     config: Config
     models: dict[str, ModelPlan]  # by role
-    has_reference: bool
+    has_reference: bool  # whether the actor's trainer ranks also hold the reference
     topology: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
@@ -111,7 +111,10 @@ class MemoryEstimator:
 
 
 def check_memory(plan: TrainPlan) -> None:
-    """Raise ValueError if the run needs more memory than `cluster.hardware` has. Checks nothing if GPU memory is unknown."""
+    """Raise ValueError if the run needs more memory than `cluster.hardware` has.
+
+    Checks nothing if the memory of a GPU is unknown, or with plan.check_memory=false.
+    """
     config = plan.config
     if not (config.cluster.hardware.gpu_memory_gb and config.plan.check_memory):
         return
@@ -128,8 +131,8 @@ def check_memory(plan: TrainPlan) -> None:
 def check_transport(config: Config, pools: Pools) -> None:
     """Raise ValueError if the weights cannot travel from the GPUs of the actor to the GPUs of the engines.
 
-    For a Slurm job, or if only the config names GPUs, the planned GPUs are checked. Otherwise the GPUs of this machine are
-    checked. For a run on CPUs, nothing is checked.
+    For a Slurm job, or if the config names GPUs and this machine has none, the planned GPUs are checked. Otherwise the GPUs of
+    this machine are checked. For a run on CPUs, nothing is checked.
     """
     cluster = config.cluster
     if cluster.scheduler or (cluster.hardware.name and not has_cuda()):

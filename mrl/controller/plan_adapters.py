@@ -20,7 +20,7 @@ from mrl.rollout.engines.server_args import adapter_args, adapter_slots
 KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-_TOGETHER = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
+_JOINED_BY_SGLANG = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
 """(matrix, another matrix): if the first has adapters, the second needs them, too. SGLang (0.5.23, LoRAAdapter) joins them."""
 
 
@@ -60,7 +60,7 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
             f"{KEY}: the engines cannot apply adapters of {', '.join(unserved)}{of_experts}; set lora.targets to names from "
             f"{', '.join(served)}, or use weight_sync.lora=merged."
         )
-    for name, other in _TOGETHER:
+    for name, other in _JOINED_BY_SGLANG:
         if name in matrices and other not in matrices:
             raise ValueError(
                 f"{KEY}: the engines apply adapters of {name} only together with adapters of {other}; add {other} to "

@@ -43,13 +43,13 @@ def check_distillation(config: Config, algorithm: AlgorithmParts, models: Mappin
         key = f"roles.{name}.path={role.path}"
         if vocab_size != actor.arch.vocab_size:
             raise ValueError(
-                f"{key}: its vocabulary has {vocab_size} tokens and that of the policy {actor.arch.vocab_size}; "
+                f"{key}: its vocabulary has {vocab_size} tokens, the policy's {actor.arch.vocab_size}; "
                 "mrl.algorithms.distillation.Distillation compares the probabilities of teacher and policy for each token id. "
                 "Use a teacher of the same model family, or algorithm=distill, which reads only the sampled tokens."
             )
         if (other := _tokens(path)) and (own := _tokens(actor.model_path)) and own != other:
             raise ValueError(
-                f"{key}: its tokenizer.json has other tokens than that of the policy, so equal token ids mean different tokens. "
+                f"{key}: its tokenizer.json has other tokens than the policy's, so equal token ids mean different tokens. "
                 "Use a teacher with the tokenizer of the policy."
             )
 
@@ -110,6 +110,7 @@ def taught_responses(
     returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.
     """
     teachers = teachers_of(config)
+    # own: data sources that the role names in `teaches`. others: data sources that only other teachers name.
     own = set(teachers[name].teaches) if name in teachers else set()
     others = {source for role in teachers.values() for source in role.teaches} - own if name in teachers else set()
 

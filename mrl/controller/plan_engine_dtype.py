@@ -17,7 +17,7 @@ from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
 
 MODEL_KEYS = {"load_format", "json_model_override_args"}
-"""Arguments that mrl sets so that an engine has block scales; see `block_fp8_args`."""
+"""Arguments that mrl sets so that an engine has block scales; see `block_fp8_args` in server_args.py."""
 KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 """Arguments of SGLang that choose kernels for matrices in FP8."""
 FIRST_CAPABILITY = (8, 9)
@@ -73,7 +73,7 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
             raise ValueError(
                 f"sglang.{name}={sglang[name]}: its kernels reorder weights, which {prefix} forbids; use triton."
             )
-    # Layers and experts have equal shapes, so one row of each kind is checked.
+    # The tensors of all layers, and of all experts, have equal shapes, so only one row of each kind is checked.
     rows = {_INDEX.sub(".#.", row.megatron): row for row in layout.rows}.values()
     scale_shards(trainer_shards(rows, layout.sizes, dims, lambda _: 0), rows, layout.sizes)
 
@@ -98,7 +98,7 @@ def check_fp8_device(server_args: Mapping[str, Any], arch: Architecture) -> None
 def check_engine_device(config: Config, family: Family, key: str = "model.path", *, advice: str = "use GPUs") -> None:
     """Raise ValueError if SGLang's servers would be on CPUs, but SGLang cannot compute models of this family there.
 
-    `key`: names the model. `advice`: what the user can do.
+    `key`: config key that names the model, for the message. `advice`: what the user can do.
     """
     if family.engine_needs_gpu and engines_use_cpus(config):
         raise ValueError(f"{key}: SGLang 0.5.23 has no kernels for {family.architecture} on a CPU; {advice}.")
@@ -109,7 +109,7 @@ def check_engine_dtype(
 ) -> None:
     """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
 
-    `key`: the key of `dtype`. `section`: the section with the key `deterministic`, whose value is `deterministic`. float32 is
+    `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. float32 is
     refused only where engines would start on GPUs, and not when a run on another machine is planned.
     """
     if chosen := config.sglang.get("dtype"):

@@ -193,7 +193,7 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
     if is_uneven and not all(arch.indexer_layers):
         _check_no_layout(config, "whether every stage begins with a layer that has an indexer")
         stages = pipeline_stages(arch.num_layers, dims, config.megatron)
-        arch.check_first_layers(virtual.first for stage in stages for virtual in stage if virtual.layers)
+        arch.check_first_layers_of_stages(virtual.first for stage in stages for virtual in stage if virtual.layers)
 
 
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:

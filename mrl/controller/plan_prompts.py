@@ -30,7 +30,7 @@ from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)
 
-_BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"
+_BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"  # server arguments of SGLang
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
@@ -200,7 +200,7 @@ def check_image_engines(config: Config, arch: Architecture, colocated_roles: fro
         )
     if (backend := config.sglang.get(_BACKEND, PROCESSOR_BACKEND)) != PROCESSOR_BACKEND:
         raise ValueError(
-            f"sglang.{_BACKEND}={backend}: trainers compute pixels with {PROCESSOR_BACKEND}, and others give other pixels; "
+            f"sglang.{_BACKEND}={backend}: trainers compute pixels with {PROCESSOR_BACKEND}; other backends give other pixels; "
             "leave the key out."
         )
 

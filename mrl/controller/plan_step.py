@@ -41,7 +41,7 @@ class StepPlan:
     trainer: type[Trainer] = Trainer
     function: Callable[[Trainer], None] | None = None  # None: the method `train_step` of the class
     fields: Mapping[str, Any] = field(default_factory=dict)  # values of the fields that a subclass adds
-    # config key of the step or of one of its arguments -> columns that `Trainer.score` must compute for it
+    # config key of the step or of one of its arguments -> columns that `Trainer.score` must compute for this step or argument
     needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def build(self, **parts: Any) -> Trainer:
@@ -139,7 +139,7 @@ def check_sampling(
         if params.min_p and config.rollout.deterministic:
             raise ValueError(
                 f"{section}.min_p={params.min_p} with rollout.deterministic=true: SGLang cannot sample with min_p and a seed; "
-                "use top_p in its place, or set rollout.deterministic=false."
+                "use top_p instead, or set rollout.deterministic=false."
             )
 
 

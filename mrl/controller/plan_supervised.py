@@ -23,7 +23,7 @@ class SupervisedObjective:
     """Objective of a supervised stage: the loss that sft.objective names, with the form of its rows and the output head."""
 
     loss: Any  # mrl.algorithms.losses.Loss, or ScoreLoss for a reward model
-    form: RowForm  # form of the rows
+    form: RowForm  # kind of the rows (responses, pairs or labels), and what the loss needs beside them
     head: str  # output head of the model: "vocabulary", or "score" for a reward model
 
     @classmethod
@@ -52,7 +52,7 @@ class SupervisedObjective:
                 f"{key}: {type(loss).__name__} is 0 without advantages, which supervised training does not have; choose another "
                 "loss, or set zero_without_advantage to False in the class if this is wrong."
             )
-        mismatched = hasattr(loss, "with_reference_point")
+        mismatched = hasattr(loss, "with_reference_point")  # KTO needs prompts with responses to other prompts
         return cls(loss, RowForm(rows, for_reward_model=head == "score", mismatched=mismatched), head)
 
     @property

@@ -134,7 +134,7 @@ class SyncPlan:
     model: ModelPlan
     adapters: AdapterPush | None  # what weight_sync.lora=adapter sends; None: the weight sync sends all weights
     transfers: TransferPlan  # transfer plan of all weights, also if the weight sync sends only adapters
-    steps: list[list[RelayStep]] | None  # for each trainer rank; None: no relays, senders send directly to engine ranks
+    steps: list[list[RelayStep]] | None  # steps of each trainer rank; None: no relays, senders send directly
     hosts: list[str]  # node of each trainer rank; empty without GPUs
     engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
 

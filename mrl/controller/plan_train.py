@@ -196,7 +196,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     if not config.rollout.replay:
         engine_layout(config, actor)
     others = {role: model for role, model in models.items() if role != "actor"}
-    parts = {"actor", *({"critic"} & others.keys())}
+    parts = {"actor", *({"critic"} & others.keys())}  # parts of a checkpoint of this run
     parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
     check_checkpoint_fits(resume, actor.identity(), parts)
     check_pickles(resume, parts)
@@ -395,7 +395,7 @@ def check_served_roles(
         if shared and (config.rollout.staleness or config.rollout.over_sample_rate):
             raise ValueError(
                 f"placement.pools: {name} shares devices with {', '.join(sorted(shared))}, but responses are scored while the "
-                "trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give {name} a pool of its own."
+                f"trainers work; use rollout.mode=sync without rollout.over_sample_rate, or give {name} a pool of its own."
             )
 
 

@@ -330,7 +330,7 @@ class ProcessRecovery:
 
     processes: RunProcesses
     store: CheckpointStore
-    initial_checkpoint: Checkpoint | None  # checkpoint that the run began with; used until the run has written one
+    initial_checkpoint: Checkpoint | None  # checkpoint that the run began with; used until the run has written its own
     max_restarts: int
     on_restart: Callable[[Checkpoint | None], None]  # gets the checkpoint that was loaded into new trainers
     initial_state: State = field(default_factory=dict)  # state before the first step, for a run without a checkpoint

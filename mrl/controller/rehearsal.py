@@ -89,7 +89,7 @@ def _make_up_responses(data: PromptDataset, rows: Sequence[int], multi_turn: boo
 def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right: bool) -> Response:
     """Return a response to the prompt of a row. Its text is the ground truth if `is_right`, and otherwise a plain sentence.
 
-    It is also a plain sentence if the ground truth is neither a text nor a number.
+    The text is also a plain sentence if the ground truth is neither a text nor a number.
     """
     truth = data.ground_truth(row)
     text = str(truth) if is_right and isinstance(truth, str | int | float) else PLAIN_TEXT

@@ -91,7 +91,7 @@ class SupervisedStage:
     """Supervised training: optimizer steps on a data set that is in Ray's object store."""
 
     group: WorkerGroup
-    rows: SupervisedRows
+    rows: SupervisedRows  # training rows
     held_out: SupervisedRows | None  # rows that are only evaluated, after the last step and every `eval_every` steps
     eval_every: int  # 0: only after the last step
     objective: SupervisedObjective

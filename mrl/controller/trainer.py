@@ -78,6 +78,7 @@ def used_prompts(state: Mapping[str, Any]) -> int:
     A prompt is used when a step has trained on its group, the rollout filter has rejected the group, or over-sampling has dropped
     the group.
     """
+    # drawn: number of drawn rows of each source; waiting: requests for drawn prompts that no step has used yet
     return sum(state["prompts"]["drawn"]) - len(state["rollouts"]["waiting"])
 
 
@@ -282,9 +283,9 @@ class Trainer:
             self.train_step()
         if not self.record.pushed:
             self.push()
-        return self._finished_step()
+        return self._record_step()
 
-    def _finished_step(self) -> StepMetrics:
+    def _record_step(self) -> StepMetrics:
         record, rollouts = self.record, self.record.generated()
         self._finish_samples()
         if record.updates:
@@ -339,12 +340,12 @@ class Trainer:
                 raise PreemptedError("preempted")
             start = time.perf_counter()
             result = self.step(progress.step)
-            metrics = self._finish_step(result, time.perf_counter() - start)
+            metrics = self._log_step(result, time.perf_counter() - start)
         self.saver.finish(progress.state_after_step)
         reward = float(np.mean(progress.window)) if progress.window else float("nan")
         return TrainingResult(progress.step, reward, progress.before, progress.after)
 
-    def _finish_step(self, result: StepMetrics, seconds: float) -> Metrics:
+    def _log_step(self, result: StepMetrics, seconds: float) -> Metrics:
         """Record a finished step and log its metrics. Returns the metrics that do not need the step's duration."""
         progress = self.progress
         progress.step += 1

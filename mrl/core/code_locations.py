@@ -61,7 +61,8 @@ def add_working_directory() -> None:
 def quick_imports() -> Iterator[None]:
     """Turn garbage collection off while the block imports large packages, which then takes about a fifth less CPU time.
 
-    Imports create many objects and hardly any garbage. After the block, collections skip all objects that exist by then.
+    Imports create many objects and hardly any garbage. After the block, the garbage collector skips all objects that exist by
+    then.
     """
     was_enabled = gc.isenabled()
     gc.disable()

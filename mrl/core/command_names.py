@@ -12,7 +12,7 @@ COMMANDS = {
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout, or an engine, computes what one process of the trainer computes",
     "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
-    "plan": "show the memory, placement and weight sync of a config, without starting a run",
+    "plan": "show the memory, placement and weight sync of a config, or search for the fastest layout",
     "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
     "bench": "measure one GPU with mrl's own code: correctness, speed and memory, in at most ten minutes",
     "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",

@@ -58,7 +58,7 @@ class _AppendedFile:
         self._file, self._disk_full = path.open("ab", buffering=0), False
 
     def append(self, line: bytes) -> None:
-        """Append a complete line. Raises RunDirMovedError if `path` is not this file any more."""
+        """Append a complete line. Raises RunDirMovedError if `path` no longer leads to the opened file."""
         check_in_place(self._file.fileno(), self.path)
         self.unwritten += line
         end = self._file.seek(0, os.SEEK_END)
@@ -191,7 +191,7 @@ _UNREADABLE = 1 << 62  # result of `_step_of` for a line that is damaged; larger
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line of JSON or of an entry of `_hash_entry`."""
+    """Return the step of a line of JSON, or of an entry in a file of hashes; _UNREADABLE if the line is damaged."""
     try:
         return int(line.split()[0]) if line[:1].isdigit() else int(orjson.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

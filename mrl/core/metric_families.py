@@ -1,4 +1,4 @@
-"""The class Metric, which declares a metric, and the metrics whose names have a variable part, such as a data source."""
+"""The class Metric, which declares a metric, and families of metrics: their names have a variable part, such as a data source."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -32,6 +32,7 @@ def _held_out_metric(meaning: str, label: str) -> Metric:
     return Metric("", meaning, label=label, good="rises with reward/mean", reduction="last")
 
 
+# Variable part of a name of FAMILIES -> words for `Metric.meaning`
 _OF_RESPONSES = {"reward": "mean reward of the responses", "accuracy": "fraction of correct responses"}
 _HOW = {"sampled": ", sampled at temperature 1", "greedy": ", with greedy decoding"}
 _OF_GROUPS = {

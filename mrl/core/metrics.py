@@ -226,7 +226,7 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "spent/reward_overlap_s": Metric(
-        "s", "time of rewards while engines sample or no step waits for scores", ".2f", good="above 0 if models score"
+        "s", "scoring time while engines sample or no step waits for scores", ".2f", good="above 0 if models score"
     ),
     "spent/controller_s": Metric(
         "s",
@@ -250,7 +250,7 @@ METRICS: dict[str, Metric] = {
     "weight_sync/version": Metric(
         "", "weight version that all engines serve", ".0f", good="rises by 1 in each step", reduction="last"
     ),
-    "weight_sync/buckets": Metric("", "number of buckets in which the weights were sent", ".0f", good="constant"),
+    "weight_sync/buckets": Metric("", "number of buckets sent, counted once for each receiver", ".0f", good="constant"),
     "weight_sync/senders": Metric("", "number of trainer ranks that sent weights", ".0f", good="constant"),
     "weight_sync/compressed_fraction": Metric(
         "", "size of the sent data, divided by its size before compression", good="below 0.5 with weight_sync.delta"

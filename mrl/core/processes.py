@@ -140,7 +140,7 @@ _before_exit: list[Callable[[], None]] = []
 
 
 def call_before_exit(function: Callable[[], None]) -> None:
-    """Let `_exit` call `function`, except after a finished run or a StartupLostError. It replaces an earlier function."""
+    """Let `_exit` call `function`, except after a finished run or a StartupLostError. A later call replaces the function."""
     _before_exit[:] = [function]
 
 
@@ -184,9 +184,9 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
 
-    After a finished run, or a run that lost processes while it was starting, the function of `call_before_exit` is not called. It
-    would report that the command has ended. So the supervisor starts the command again. After a finished run, the new process
-    only prints the result.
+    The function of `call_before_exit` tells the supervisor that the command has ended. It is not called after a finished run, or
+    after a run that lost processes while it was starting, so that the supervisor starts the command again. After a finished run,
+    the new process only prints the result.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

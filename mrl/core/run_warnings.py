@@ -1,7 +1,8 @@
 """Collects the warnings of all processes of a run. Each warning is shown once, and listed with its count at the end of the run.
 
 Processes of the run append their warnings to `run.dir/logs/warnings.jsonl`, and the driver reads this file once a second.
-A warning is a log record of mrl with the level WARNING or higher, or a call of `warnings.warn` in the user's code.
+A warning is a log record of mrl with the level WARNING or higher, or a call of `warnings.warn` in the user's code. After
+MAX_DISTINCT different warnings, new ones are dropped. The count of a frequent warning can lack up to 99 repeats per process.
 """
 
 import json
@@ -25,8 +26,8 @@ WARNINGS_FILE = Path("logs/warnings.jsonl")  # in the run directory
 WARNINGS_VARIABLE = "MRL_WARNINGS_FILE"  # tells child processes the path of the file
 USER_LOGGER = "mrl.user_code"  # name of the logger for warnings of the user's code
 POLL_S = 1.0  # how often the driver reads the file
-MAX_DISTINCT = 100  # largest number of different warnings that are kept
-MAX_LENGTH = 600  # characters of a warning on the terminal
+MAX_DISTINCT = 100  # largest number of different warnings in the list; further ones are dropped
+MAX_LENGTH = 600  # characters that are kept of a warning
 WRITTEN_ONE_BY_ONE = 100  # a process writes a line for each of the first 100 repeats, then one for every 100 repeats
 
 _PACKAGES = ("mrl", "models", "parallel")
@@ -84,8 +85,8 @@ def _install(handler: logging.Handler) -> None:
         else:
             show(message, category, filename, lineno, file, line)
 
-    # By default, Python shows a warning of the same line of code only once. This filter makes Python show, and mrl count, every
-    # warning of reward files, whose modules have this prefix.
+    # By default, Python shows a warning of the same line of code only once. With this filter, Python passes on every UserWarning
+    # of a reward file, so that mrl can count the repeats. mrl.rewards.user_function gives the modules of these files this prefix.
     warnings.filterwarnings("always", category=UserWarning, module="mrl_reward_of_")
     show_or_log.logs_user_code = True  # type: ignore[attr-defined]
     warnings.showwarning = show_or_log
@@ -96,8 +97,8 @@ class _FileWriter:
 
     def __init__(self, path: Path, process: str) -> None:
         self.path, self.process = path, process
-        self._counts: dict[str, int] = {}
-        self._unwritten: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # key of a warning -> its number in this process
+        self._unwritten: dict[str, int] = {}  # key of a warning -> number that the lines of the file do not count yet
 
     def __call__(self, text: str) -> None:
         key = warning_key(text)

@@ -30,7 +30,7 @@ class TextSample:
     prompt: str
     response: str
     reward: float
-    row: int  # row of the data set
+    row: int  # index of the prompt's row in the data set
     weight_version: int  # weight version that sampled the first token
     num_tokens: int  # number of tokens that the policy sampled
     truncated: bool  # whether the token limit (tool results count) or the turn limit ended the response
@@ -46,7 +46,7 @@ class TextSample:
     trained: Sequence[int] = ()  # 1: the policy sampled the token; 0: it is part of a tool result
     logprobs: Sequence[float | None] = ()  # log-probability in nats, as the engine computed it; None: unknown
     trainer_logprobs: Sequence[float | None] = ()  # log-probability that the trainer computed; None: not computed
-    advantages: Sequence[float | None] = ()
+    advantages: Sequence[float | None] = ()  # advantage; None: unknown, as for tool results
     versions: Sequence[int | None] = ()  # weight version that sampled the token
     omitted_tokens: int = 0  # number of tokens that are left out in the middle of the lists
 

@@ -442,7 +442,7 @@ class SupervisedRows:
         return (rows[:, None] * self.sequences_per_row + np.arange(self.sequences_per_row)).ravel()
 
     def mismatched_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each row of the file, the sequence of its prompt with another response; empty if there are none."""
+        """Return, for each of these rows, the sequence of its prompt with another row's response; empty if there are none."""
         return rows + self.num_rows if len(self.lengths) > self.num_rows * self.sequences_per_row else rows[:0]
 
     def batch(self, sequences: NDArray[np.int64]) -> TrainBatch:
@@ -473,7 +473,7 @@ class SyncReport:
     bytes: int = 0  # number of bytes sent, summed over all receivers; with the transport disk, bytes written
     uncompressed_bytes: int = 0  # size of the same data before compression
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
-    buckets: int = 0  # number of buckets sent
+    buckets: int = 0  # number of buckets sent, counted once for each receiver
     seconds: float = 0.0  # duration of the push
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure

@@ -1,7 +1,7 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows that stay in one pack: a single row; with shared prompts, all rows of a group or of one piece of it, with one copy
-           of the prompt; for losses that compare the responses of a group, always the whole group
+    unit   the rows that must go into the same pack. Normally one row. With shared prompts: the rows of a group, or of a piece of
+           it, with one copy of the prompt. If the loss compares the responses of a group: the whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
@@ -42,9 +42,9 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rows that stay in one pack: a single row, rows of a group that share one copy of the prompt, or a whole group."""
+    """Rows that must go into the same pack: a single row, rows of a group that share one copy of the prompt, or a whole group."""
 
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # indices of responses in the batch
     tokens: int  # tokens in the pack: the prompt (only once if it is shared), and all responses
     cost: float
     group: int = -1  # the group whose prompt is shared; -1: no prompt is shared
@@ -284,7 +284,7 @@ def _rebalance(
         )
         # Compare all swaps of one of our items (of the heaviest bin) with one of their items (of other bins).
         moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest bin
-        shifted = tokens[ours, None] - tokens[theirs]
+        shifted = tokens[ours, None] - tokens[theirs]  # the same for tokens
         highest = np.maximum(loads[heavy] - moved, loads[bin_of[theirs]] + moved)
         highest[(used[heavy] - shifted > capacity) | (used[bin_of[theirs]] + shifted > capacity)] = np.inf
         best = np.unravel_index(highest.argmin(), highest.shape)

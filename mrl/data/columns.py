@@ -14,7 +14,7 @@ from mrl.data.tokenizer import Messages
 
 GroundTruth = str | list[Any] | dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")  # allowed roles of messages
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Recipe:
     source_columns: str  # description of the columns that `convert` reads, for --help
 
 
-RECIPES = {
+RECIPES = {  # name for `mrl data prepare` -> recipe
     "gsm8k": Recipe(
         gsm8k,
         "openai/gsm8k",

@@ -11,14 +11,14 @@ from typing import Any
 from mrl.data.tokenizer import byte_tokenizer
 from parallel.durable_files import apply_umask, atomic_folder
 
-COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}  # name -> RGB
 SHAPES = ("circle", "square", "triangle")
 # A picture has CELLS x CELLS cells of CELL_PIXELS x CELL_PIXELS pixels, with at most one shape each.
 CELLS, CELL_PIXELS = 3, 16
 SHAPES_NUM_TRAIN, SHAPES_NUM_TEST = 2048, 128  # number of problems in train.parquet and in test.parquet
 CONTEXT_TOKENS = 128  # largest number of tokens of prompt and response together
 
-_SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
+_SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")  # special tokens
 _TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"

@@ -3,7 +3,7 @@
 In a supervised row, a response may have several turns with tool results.
 
 Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning
-of `chosen` and `rejected` is the prompt. Rows with labels have the columns `prompt`, `completion` and `label`. TRL has
+of `chosen` and `rejected` is the prompt. Rows with labels have the columns `prompt`, `completion` and `label`. trl has
 the same two forms. Prompts and responses are texts or messages, as in a supervised row.
 
 A reward model reads the whole conversation, as the chat template renders it. The score is the output at the last token
@@ -52,8 +52,8 @@ class SftDataset:
     sequences_per_row: int = 1  # 2: the rows are pairs
     # name -> one number for each sequence, such as labels or margins; the loss reads it as a column
     columns: Mapping[str, list[float]] = field(default_factory=dict)
-    # For each row, the index of a second row. The loss KTO (docs/concepts/algorithms.md) combines the second row's response with
-    # the first row's prompt. Empty: the loss needs no such rows
+    # For each row, the index of another row. The loss KTO (docs/concepts/algorithms.md) combines the response of that row with
+    # the prompt of this row. Empty: the loss needs no such rows
     mismatched_responses: list[int] = field(default_factory=list)
 
     @classmethod
@@ -244,7 +244,7 @@ def _split_prompt(chosen: Any, rejected: Any) -> tuple[Messages, Any, Any]:
     """Return the common beginning of two responses as the prompt, and the rest of each response.
 
     For two lists of messages, the common beginning never contains the last message of the shorter list. For two texts, a space at
-    the end of the common beginning belongs to the responses, as in TRL.
+    the end of the common beginning belongs to the responses, as in trl.
     """
     if type(chosen) is not type(rejected):
         raise RowError("rejected", f"expected the same form as in column 'chosen', got {rejected!r:.80}.")

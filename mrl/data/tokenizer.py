@@ -228,8 +228,8 @@ class ToolTemplate:
             args: values of the template's variables, the same values as for the prompts.
 
         Raises:
-            ValueError: the template rejects the role, changes the user's message if a result follows, drops results, or
-                puts nothing around them.
+            ValueError: the template rejects the role, changes the user's message if a result follows, does not render each result
+                exactly once, renders other text around two results than around one, or puts nothing around a result.
             ValueError: the tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))

@@ -36,6 +36,7 @@ class Rotation:
         return float(np.exp(np.median(logs))) if np.ptp(logs) < 0.02 * max(1.0, np.median(logs)) else None
 
 
+# Layout, named by the indices of pair i -> function that returns the pairs [..., d/2] as complex numbers
 _LAYOUTS: dict[str, Callable[[NDArray], NDArray]] = {
     "pairs (i, i + d/2)": lambda x: x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :],
     "pairs (2i, 2i + 1)": lambda x: x[..., 0::2] + 1j * x[..., 1::2],
@@ -43,10 +44,15 @@ _LAYOUTS: dict[str, Callable[[NDArray], NDArray]] = {
 
 
 def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance: float) -> Rotation | None:
-    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if no rotation of pairs does."""
+    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if no rotation of pairs maps them.
+
+    `before` and `after` contain only the d components of a head that RoPE rotates. `positions` [S]: position of each token in its
+    row, which is a sequence of the batch.
+    """
     for layout, pairs in _LAYOUTS.items():
         source, target = pairs(before), pairs(after)
-        turn = (source.conj() * target).sum(1) / np.maximum(np.square(np.abs(source)).sum(1), TINY)  # [S, d/2]
+        # [S, d/2] factor of a pair
+        turn = (source.conj() * target).sum(1) / np.maximum(np.square(np.abs(source)).sum(1), TINY)
         difference = np.abs(turn[:, None] * source - target)
         if difference.max() <= tolerance * np.abs(target).max():
             zero = turn[positions == 0].mean(0)
@@ -58,10 +64,15 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
 
 
 def rope_cause(difference: Difference) -> Cause | None:
-    """Find out whether the sides have different layouts, amplitudes, bases, scalings or first positions of RoPE."""
+    """Find out whether the sides have different layouts, amplitudes, bases, scalings or first positions of RoPE.
+
+    `difference.place`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
+    a side has not recorded the tensor before RoPE, or if no difference is found.
+    """
     name = difference.place.removeprefix("rotated_")
     if not (difference.has(f"normed_{name}") or difference.has(name)):
         return None
+    # components of a head: all, and those that RoPE rotates
     d, dim = difference.facts.head_dim, difference.facts.rope_dim
     found = []
     for side in difference.sides:
@@ -101,9 +112,11 @@ def _compare_rotations(engine: Rotation | None, trainer: Rotation | None) -> Cau
 
 
 def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], scale: float, tiled: bool) -> NDArray:
-    """Return causal attention [S, heads, d] of rows that begin at `starts`; key and value are [S, groups, d].
+    """Return causal attention [S, heads, size of a value] of rows that begin at `starts`. A row is a sequence of the batch.
 
-    Consecutive query heads share a key/value head. If `tiled`, query head i uses the key/value head i mod groups.
+    The query is [S, heads, d], the key [S, groups, d] and the value [S, groups, size of a value]. A group is the query heads that
+    share a key/value head. If `tiled` is false, these are consecutive heads. If `tiled` is true, query head i uses key/value head
+    i mod groups.
     """
     heads, groups = query.shape[1], key.shape[1]
     source = np.arange(heads) % groups if tiled else np.arange(heads) // (heads // groups)
@@ -117,7 +130,10 @@ def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], 
 
 
 def attention_cause(difference: Difference) -> Cause | None:
-    """Find out whether the sides have different scales of the scores, or assign query heads to key/value heads differently."""
+    """Find out whether the sides have different scales of the scores, or assign query heads to key/value heads differently.
+
+    Returns None if neither is found. If `attend` reproduces the output of only one side, the cause names the other side.
+    """
     found = [_fit_attention(difference, side) for side in difference.sides]
     fits = [fit for fit in found if fit is not None]
     if len(fits) < len(found):
@@ -134,7 +150,7 @@ def attention_cause(difference: Difference) -> Cause | None:
         text = f"the engine assigns query heads to key/value heads {texts[0]}, the trainer {texts[1]}"
         return Cause("grouping of key/value heads", text, "compare num_key_value_heads and the order of the heads")
     if abs(engine / trainer - 1) > 1e-3:
-        # If the scores are small, the output hardly depends on the scale, so float32 tensors give at most four digits of it.
+        # With small scores, the output hardly depends on the scale, so float32 tensors give at most four digits of the scale.
         text = f"the engine multiplies the attention scores by {engine:.4g}, the trainer by {trainer:.4g}"
         return Cause("attention scale", text, "compare the softmax scale: 1 / sqrt(head_dim), or the scale of YaRN")
     return None
@@ -172,12 +188,18 @@ def _minimum(error: Callable[[float], float], center: float) -> float:
 
 
 def _heads(difference: Difference, side: Side) -> tuple[NDArray, NDArray, NDArray]:
-    """Return query, key and value [S, heads, d] of one side, after norm and RoPE."""
+    """Return query, key and value of one side. Query and key are those after norm and RoPE.
+
+    The shapes are [S, heads, d], [S, kv_heads, d] and [S, kv_heads, size of a value]. With latent attention, each head has its
+    own key and value, and d is the size of a key.
+    """
     rotated = [difference.of(side, f"rotated_{name}") for name in ("query", "key")]
     tokens, d = len(rotated[0]), difference.facts.head_dim
     if difference.facts.latent is None:
         value = difference.of(side, "value").reshape(tokens, difference.facts.kv_heads, -1)
         return rotated[0].reshape(tokens, -1, d), rotated[1].reshape(tokens, -1, d), value
+    # Latent attention: a key has a part without RoPE and a rotated part, and all heads share the rotated part. For each head,
+    # `plain` is the size of the part without RoPE, and `width` the size of the value.
     plain, width = difference.facts.latent
     rope = difference.facts.rope_dim
     query = difference.of(side, "query").reshape(tokens, -1, plain + rope)[..., :plain]

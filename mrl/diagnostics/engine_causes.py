@@ -144,7 +144,7 @@ def _norm_of(x: NDArray, out: NDArray, weight: NDArray | None, tolerance: float)
     ):
         if scale is None:
             continue
-        scaled = x * scale
+        scaled = x * scale  # out = factor * scaled, with factor = 1 / sqrt(mean(x^2) + epsilon)
         factors = (out * scaled).sum(-1, keepdims=True) / np.maximum(np.square(scaled).sum(-1, keepdims=True), TINY)
         if is_close(out, factors * scaled, tolerance):
             smallest = np.argsort(square[:, 0])[: max(1, len(x) // 4)]  # small inputs show the epsilon best
@@ -168,6 +168,7 @@ def _gelu_tanh(x: NDArray) -> NDArray:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+# Name of an activation in messages -> function of the outputs of the gate and up projections
 ACTIVATIONS: dict[str, Callable[[NDArray, NDArray], NDArray]] = {
     "silu(gate) * up": lambda gate, up: _silu(gate) * up,
     "silu(up) * gate": lambda gate, up: _silu(up) * gate,
@@ -196,7 +197,7 @@ def _activation(difference: Difference) -> Cause | None:
         return None
     names = []
     for side in difference.sides:
-        gate, up = (difference.of(side, name)[:64] for name in ("gate", "up"))
+        gate, up = (difference.of(side, name)[:64] for name in ("gate", "up"))  # 64 tokens are enough
         out = difference.of(side, "activation")[:64]
         names.append(_matching_name(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, difference.fit_tolerance))
     return _compare_names("activation of the MLP", names)
@@ -214,7 +215,10 @@ def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
 
 
 def _routing(difference: Difference) -> Cause | None:
-    """Find out whether the sides choose different numbers of experts or different experts, or give them different weights."""
+    """Find out whether the sides choose different numbers of experts or different experts, or give them different weights.
+
+    The tensors at this place are the weights of the experts [S, experts]. The weight of an expert that is not chosen is 0.
+    """
     engine, trainer = difference.values
     counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
     if counts[0] != counts[1]:
@@ -304,7 +308,7 @@ def _expert_activation(difference: Difference) -> Cause | None:
         return None
     names = []
     for side in difference.sides:
-        x, routing = (difference.of(side, name)[:64] for name in ("mlp_norm", "routing"))
+        x, routing = (difference.of(side, name)[:64] for name in ("mlp_norm", "routing"))  # 64 tokens are enough
         matrices = [_expert_matrices(side.weights, difference.layer, expert) for expert in range(routing.shape[1])]
         if any(found is None for found in matrices):
             return None
@@ -318,6 +322,7 @@ def _expert_activation(difference: Difference) -> Cause | None:
 
 
 def _expert_matrices(weights: Places, layer: int | None, expert: int) -> list[NDArray] | None:
+    """Return the gate, up and down projections of an expert, or None if one of them is unknown."""
     spellings = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
     for names in spellings:
         found = [

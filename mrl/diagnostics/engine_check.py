@@ -31,7 +31,7 @@ from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
-Places = Mapping[str, NDArray]
+Places = Mapping[str, NDArray]  # full name of a place, such as layers.3.rotated_query -> tensor
 
 LAYER_PLACES = (
     *("input", "attention_norm", "query_latent", "key_latent", "query", "key", "value", "normed_query", "normed_key"),
@@ -98,7 +98,7 @@ class EngineReport:
 
 
 def place_name(place: str, layer: int | None) -> str:
-    """Return the name of a place in a trace."""
+    """Return the full name of a place, which is its key in a trace."""
     return place if layer is None else f"layers.{layer}.{place}"
 
 
@@ -115,8 +115,8 @@ def compare_places(
 
     At the place `routing`, a token is not compared if round-off decides its experts.
 
-    Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. The engine may have sampled
-    these tokens with other experts.
+    Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. While the engine sampled, it
+    may have chosen other experts for the tokens of the mask.
     """
     tied = np.zeros(len(block.tokens), bool)
     differences = []
@@ -135,7 +135,7 @@ def compare_places(
 
 
 def _tied(engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: float) -> NDArray[np.bool_]:
-    """Return a mask [S] of tokens that round-off routes to other experts.
+    """Return a mask [S] of the tokens whose experts differ between the two sides only because of round-off.
 
     Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit).
     """
@@ -185,7 +185,7 @@ def model_facts(arch: Architecture) -> ModelFacts:
 def diagnose(
     first: PlaceDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, undecided: int = 0
 ) -> Cause:
-    """Return the cause of the first difference."""
+    """Return the cause of the first difference. `undecided`: EngineReport.tokens_with_tied_experts."""
     if first.place == LOGPROBS:
         more = " and raise certify.prompts, because round-off decides the experts of many tokens" if undecided else ""
         return Cause(
@@ -260,6 +260,10 @@ class EngineCheck:
     def _record_pass(
         self, client: EngineClient, name: str, tokens: list[int], weights: Sequence[str] = ()
     ) -> list[Arrays]:
+        """Make the engine compute `tokens` as one prompt, and return what each engine rank recorded.
+
+        `name`: start of the names of the recorded files. `weights`: prefixes of the names of the weights that are also recorded.
+        """
         request = write_request(self.folder, name, weights)
         try:
             client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))

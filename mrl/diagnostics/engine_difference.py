@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Places = Mapping[str, NDArray]
-Weights = Mapping[str, NDArray]
-TINY = float(np.finfo(np.float32).tiny)
+Places = Mapping[str, NDArray]  # full name of a place, such as layers.3.rotated_query -> tensor [S, n]
+Weights = Mapping[str, NDArray]  # Hugging Face name -> tensor
+TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division is by 0
 
 LAYER_IDENTITY = "input_layernorm.weight"
 """End of the name of the tensor that identifies a layer, if the two sides have the layers in different orders."""
@@ -67,7 +67,7 @@ class Side:
     """Results and weights of the engine or of the trainer."""
 
     name: str  # "engine" or "trainer"
-    places: Places  # name of a place -> [S, n]
+    places: Places
     weights: Places  # Hugging Face name -> tensor; at least the weights of the layer that differs
 
 
@@ -119,6 +119,7 @@ class Difference:
 
     @property
     def fit_tolerance(self) -> float:
+        """Largest relative error with which a recomputed tensor counts as equal, see _FIT_TOLERANCE."""
         return max(_FIT_TOLERANCE, 2 * self.tolerance)
 
 
@@ -202,7 +203,7 @@ def _describe(names: list[str], engine: Weights, trainer: Weights, head_dim: int
 
 
 def _changed(name: str, mine: NDArray, theirs: NDArray, head_dim: int) -> Cause | None:
-    """Find a change of the whole tensor that explains the difference."""
+    """Find a change of the whole tensor that explains the difference. `mine` is the engine's tensor, `theirs` the trainer's."""
     part, advice = part_of(name), "compare the conversion of this tensor on both sides"
     for text, change in _reorderings(name, head_dim).items():
         if is_close(mine, change(theirs), 1e-4) or is_close(change(mine), theirs, 1e-4):
@@ -263,17 +264,19 @@ def _reorderings(name: str, head_dim: int) -> dict[str, Callable[[NDArray], NDAr
 
 
 def _head_blocks(weight: NDArray, head_dim: int) -> NDArray:
+    """Return the rows of a weight as heads [heads, head_dim, ...], or as one head if their number is no multiple of head_dim."""
     return weight.reshape(-1, head_dim, *weight.shape[1:]) if len(weight) % head_dim == 0 else weight[None]
 
 
 def _interleaved(weight: NDArray, head_dim: int) -> NDArray:
+    """Return the weight with the rows of each head in the order 0, d/2, 1, d/2 + 1, ... (d: head_dim)."""
     heads = _head_blocks(weight, head_dim)
     halves = heads.reshape(len(heads), 2, -1, *heads.shape[2:])
     return np.swapaxes(halves, 1, 2).reshape(weight.shape)
 
 
 def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
-    """Return whether both tensors have the same blocks of `head_dim` rows, in different orders."""
+    """Return whether both tensors seem to have the same blocks of `head_dim` rows: the sums of their blocks are equal."""
     mine, theirs = (_head_blocks(w, head_dim) for w in (first, second))
     if not 1 < len(mine) <= 512:
         return False
@@ -281,6 +284,7 @@ def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
     return is_close(first_key, second_key, 1e-4)
 
 
+# Part of a tensor's name -> part of the model
 _NAMES = {
     "input_layernorm": "attention norm",
     "post_attention_layernorm": "MLP norm",

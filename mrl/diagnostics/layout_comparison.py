@@ -43,7 +43,11 @@ _FROM_LOGPROBS: dict[str, Callable[[Column], Column]] = {
     "entropies": lambda logprobs: np.maximum(-logprobs, 0),
     "sum_pi_squared": lambda logprobs: np.minimum(np.exp(logprobs), 1),
 }
-"""Column that is not a log-probability -> function that makes plausible values from log-probabilities."""
+"""Column that is not a log-probability -> function that makes plausible values from log-probabilities.
+
+Averaged over tokens sampled from pi, -log pi gives the entropy, and pi gives the sum of pi^2. So each function estimates its
+column from one sampled token.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class ParityCheck:
 
     settings: CertifyConfig
     arch: Architecture
-    packing: Packing
+    packing: Packing  # how rows are divided into micro-batches
     loss: Loss | ValueLossFunction  # loss of the actor, or the critic's loss if settings.critic
     weighting: TokenWeighting  # computes the weight of each token in the loss (algorithm.aggregation)
     temperature: float  # sampling temperature
     folder: str  # where the tensors of the traces are written
-    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
+    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the micro-batches
     routing_replay: bool  # whether tokens are routed to the experts that the engine chose
     start_ranks: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]  # starts trainer ranks under a layout
 
@@ -74,7 +78,7 @@ class ParityCheck:
         reference_batch = self._reference_batch(step, partition)
         with self.start_ranks(dims.single_process()) as group:
             outputs = group.forward_outputs(block, [reference_batch], temperature=self.temperature)
-            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
+            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])  # of a critic: values
             block = self._make_off_policy(block, logprobs, groups, rng)
             expected = self._trace(group, block, [reference_batch], "one_process")
         with self.start_ranks(dims) as group:
@@ -86,8 +90,8 @@ class ParityCheck:
     ) -> TokenBlock:
         """Return the block as if older weights had sampled it, with all columns that the loss needs.
 
-        Each column of log-probabilities is `logprobs` [R] plus noise. The other columns are estimates of the real values from
-        a single sample: the mean of -log pi is the entropy, and the mean of pi is the sum of pi^2.
+        `logprobs` [R]: log-probabilities, or the critic's values, that one process has computed. A column of log-probabilities or
+        of values is `logprobs` plus noise. `_FROM_LOGPROBS` computes the other columns. `groups`: [B] index of the prompt.
         """
         advantages = block.columns["advantages"]
 
@@ -104,9 +108,9 @@ class ParityCheck:
         return block.with_columns(**columns)
 
     def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:
-        """Return the batch for the single process: one pack without shared prompts.
+        """Return the batch for the single process: one micro-batch without shared prompts.
 
-        If the loss depends on the packs, the batch has the packs of all replicas of the layout instead.
+        If the loss depends on the micro-batches, the batch has the micro-batches of all replicas of the layout instead.
         """
         if self.has_balancing_loss:
             return merge_rank_batches(partition)
@@ -190,12 +194,12 @@ class StepReplay:
 
     dump: StepDump
     checkpoint: str | None  # Megatron checkpoint with the weights; None: the ranks load the weights when they start
-    packing: Packing
+    packing: Packing  # how rows are divided into micro-batches
     loss: Loss
     weighting: TokenWeighting  # computes the weight of each token in the loss (algorithm.aggregation)
-    dtype: str
+    dtype: str  # key of TOLERANCES: precision of both computations
     folder: str  # where the tensors of the traces are written
-    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
+    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the micro-batches
     start_ranks: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]  # starts trainer ranks under a layout
 
     def run(self, dims: ParallelDims, reference_dims: ParallelDims) -> ReplayResult:
@@ -228,7 +232,11 @@ class StepReplay:
 
 
 def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrace, dtype: str) -> ReplayResult:
-    """Compare two traces of one step on the rows of `block`."""
+    """Compare two traces of one step on the rows of `block`.
+
+    Hidden states are compared by their sketches. The sketch of a hidden state consists of its norm and a few of its products with
+    random vectors (see mrl.workers.trace_comparison).
+    """
     tolerances = TOLERANCES[dtype]
     layers = compare_sketches(reference.sketches, other.sketches, tolerances.layers)
     layers.append(_compare_outputs(block, reference, other, tolerances.outputs))

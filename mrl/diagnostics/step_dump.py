@@ -190,6 +190,9 @@ SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with the
 class StepDumpRecorder:
     """Watches the training of the actor, and dumps some of the steps.
 
+    These are the steps in `settings.steps`, each step with a gradient that is not finite, and steps with a spike: their gradient
+    norm is much larger than the median of the recent steps.
+
     The trainer ranks write the dumps. They fetch the tokens from Ray's object store, so no token passes through the driver.
     """
 

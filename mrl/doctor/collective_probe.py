@@ -65,7 +65,7 @@ class RankSpec:
 def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that have ranks on several hosts. Of several groups with the same ranks, keep the first.
 
-    `groups`: name -> ranks. `host_of_rank`: name of each rank's host, `[ranks]`.
+    Groups with a rank that no host has are left out. `groups`: name -> ranks. `host_of_rank` [ranks]: name of each rank's host.
     """
     name_by_ranks: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():

@@ -21,7 +21,7 @@ from mrl.planner.run_memory import checkpoint_disk_bytes, model_shape
 from parallel.dims import ParallelDims
 
 MAX_CPU_PARAMETERS = 10**9  # training a larger model on CPUs takes too long to be useful
-AXES = ("tp", "cp", "dp", "pp")
+AXES = ("tp", "cp", "dp", "pp")  # the coordinates of a trainer rank; ep divides the ranks of a stage in another way
 
 
 def requirements_of(config: Config) -> Requirements:
@@ -84,6 +84,7 @@ def _number_groups(name: str, groups: Iterator[tuple[int, ...]]) -> dict[str, tu
 
 
 def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that differ only in their coordinate of `axis`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(dims.world_size):
         coords = dims.coords(rank)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -30,13 +31,13 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 0.5  # seconds between two checks whether engines have failed
 URL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether external servers answer
 PROBE_TIMEOUT_S = 30.0  # deadline of one request that finds out whether an external server answers
-LATE_URL_S = 30.0  # when the first external server has answered, the other servers have this time to answer
+LATE_URL_S = 30.0  # longest wait for the other external servers when the first one has answered
 
 
 def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -> ServerGroup:
-    """Return the group of servers that serve the model in `folder`. `_on_cluster` adds the device slots of the servers.
+    """Return the group of servers that serve the model in `folder`. `_on_cluster` adds their device slots.
 
-    `server_args`: fields of SGLang's ServerArgs.
+    A device slot is a device that is reserved for one server. `server_args`: fields of SGLang's ServerArgs.
     """
     return ServerGroup(
         name="engine",
@@ -46,13 +47,16 @@ def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -
         count=config.rollout.num_engines,
         tp_size=config.rollout.engine_tp,
         seed=config.run.seed,
+        # how often a server that ends before it is ready is replaced
         max_replacements=config.fault_tolerance.max_response_attempts,
         external_urls=tuple(dict.fromkeys(url.rstrip("/") for url in config.rollout.engine_urls)),
     )
 
 
 def engine_pools(config: Config) -> Pools:
-    """Return the resource pools of a command that has only engines. placement.pools is not read, because it describes a run.
+    """Return the resource pools of a command that has only engines.
+
+    placement.pools is not read, because it describes the pools of a training run.
 
     Raises ValueError if the engines are servers that already run, because they need no devices.
     """
@@ -101,7 +105,7 @@ def running_engines(config: Config, group: ServerGroup, *, logprobs: bool = True
 
 @contextmanager
 def _on_cluster(config: Config, group: ServerGroup) -> Iterator[ServerGroup]:
-    """Reserve devices of the Ray cluster at cluster.address. Yields the group with the slots of its servers."""
+    """Reserve devices of the Ray cluster at cluster.address. Yields the group with its servers' slots."""
     # These modules import Ray. The import takes a second, and a command without a cluster does not need Ray.
     from mrl.placement.device_map import device_map_text
     from mrl.placement.placement_groups import PlacementError, current_device_map, place_pools
@@ -122,8 +126,8 @@ def _on_cluster(config: Config, group: ServerGroup) -> Iterator[ServerGroup]:
 def answering_urls(urls: Sequence[str], timeout_s: float, needs_seeds: bool) -> tuple[str, ...]:
     """Return the URLs of the external servers that take requests. Logs a warning for each server that does not.
 
-    Waits up to `timeout_s` for the first server, and then LATE_URL_S for the others. Raises EngineError if no server answers,
-    and ValueError if `needs_seeds` is true and a server ignores seeds.
+    Waits up to `timeout_s` in all, and at most LATE_URL_S after the first server has answered. Raises EngineError if no server
+    answers, and ValueError if `needs_seeds` is true and a server ignores seeds.
     """
     with ExitStack() as stack:
         controls = {url: stack.enter_context(EngineControl(url, PROBE_TIMEOUT_S)) for url in urls}
@@ -161,9 +165,10 @@ def _why_not_ready(control: EngineControl) -> str:
 class EngineWatcher:
     """Sends requests through an engine pool, and replaces engines that fail.
 
-    The weights never change, so a new engine can take requests as soon as it is ready. A failed engine is not replaced if it is
-    an external server, or if the replacement would exceed `max_restarts`. If an engine is not replaced, or if the new engine does
-    not become ready, the other engines sample the remaining responses. Requests that were sent to a failed engine are sent again.
+    The pool ends the server of a failed engine and starts a new server, unless the server is external. The watcher waits until
+    the new engine is ready, and puts it in service at once, because the weights never change. It does not do so if it would
+    then have replaced more than `max_restarts` engines. If a failed engine is external, or if no new engine enters service, the
+    other engines sample the remaining responses. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:
@@ -173,8 +178,11 @@ class EngineWatcher:
         self._left_out: dict[str, str] = {}  # URL -> why the engine gets no more requests
         # Why no engine is left; None: engines are in service, or new engines are starting
         self.lost: str | None = None
-        self._running = 0  # number of calls whose requests an engine computes; only the pool's event loop changes it
-        self._changed = asyncio.Condition()  # notified when a call ends and when engines change
+        # Only the pool's event loop changes these two:
+        self._running = 0  # number of requests that are running now
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = (
+            deque()
+        )  # calls that wait, in order, with their `limit`
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -191,19 +199,43 @@ class EngineWatcher:
         when a new engine is ready. Raises EngineError if no engine is left, and the errors of EnginePool.generate.
         """
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.lost or self._running < limit * self.pool.num_in_service)
-                if self.lost:
-                    raise EngineError(self.lost)
-                self._running += 1
+            await self._enter(limit)
             try:
                 return await request()
             except NoEngineError:
                 continue  # the next iteration waits for a new engine
             finally:
-                async with self._changed:
-                    self._running -= 1
-                    self._changed.notify()
+                self._running -= 1
+                self._admit()
+
+    async def _enter(self, limit: int) -> None:
+        """Wait until a request may run, and count it as running. Calls enter in the order in which they came."""
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.append((admitted, limit))
+        self._admit()
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            # the call was admitted, and was cancelled before it continued
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+                self._running -= 1
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Let waiting calls enter as far as the limits allow. If no engine is left, let all of them fail."""
+        while self._waiting:
+            admitted, limit = self._waiting[0]
+            if not self.lost and self._running >= limit * self.pool.num_in_service:
+                return
+            self._waiting.popleft()
+            if admitted.done():  # the call was cancelled
+                continue
+            if self.lost:
+                admitted.set_exception(EngineError(self.lost))
+            else:
+                self._running += 1
+                admitted.set_result(None)
 
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_INTERVAL_S):
@@ -232,5 +264,4 @@ class EngineWatcher:
             self.lost = f"no engine is left{'' if is_external else limit}: {reasons}"
 
     async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._admit()

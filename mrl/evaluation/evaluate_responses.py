@@ -45,8 +45,8 @@ from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".parquet")
-KEY = "evaluate.columns"
+SUFFIXES = (".jsonl", ".parquet")  # endings of files with responses
+KEY = "evaluate.columns"  # config key, for error messages
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     If all values are 0 or 1, this is Wilson's interval for P prompts. Values between 0 and 1, such as pass@k of a prompt,
     have a smaller variance than m(1 - m), where m is their mean. For such values, P is replaced by an effective number of
     prompts, P * m(1 - m) / variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for
-    Proportions in Complex Sample Surveys"). The variance includes one additional prompt with the squared deviation m(1 - m),
-    which is the largest possible variance. Otherwise a few equal values would give an interval of width 0.
+    Proportions in Complex Sample Surveys"). The variance includes an imaginary prompt with the squared deviation m(1 - m),
+    which is the largest possible variance. Without this prompt, a few equal values would give an interval of width 0.
     """
     from scipy.stats import norm  # the import takes a second
 

@@ -333,11 +333,13 @@ class RequestDispatcher:
         # Number of responses that all engines together sample at the same time.
         self.capacity = in_flight * len(watcher.pool.engines)
         self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
-        self._per_post = in_flight // self._posts
+        self._responses_per_post = in_flight // self._posts  # number of responses that one HTTP request asks for
 
     def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
         """Send the requests in another thread. Returns one future per HTTP request, with its responses in order."""
-        parts = [requests[at : at + self._per_post] for at in range(0, len(requests), self._per_post)]
+        parts = [
+            requests[at : at + self._responses_per_post] for at in range(0, len(requests), self._responses_per_post)
+        ]
         pool = self._watcher.pool
         return [pool.submit(self._watcher.call(partial(self._sample, part), self._posts)) for part in parts]
 

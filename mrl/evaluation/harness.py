@@ -32,10 +32,11 @@ from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, de
 if TYPE_CHECKING:
     from aiohttp import web
 
-PROGRAMS = ("lm_eval", "lm-eval")
+PROGRAMS = ("lm_eval", "lm-eval")  # names of the program of the harness
 OPTIONS_SET_BY_MRL = ("--model", "-m", "--model_args", "-a", "--output_path", "-o")
-TASK_OPTIONS = ("--tasks", "-t", "--config", "-C")
+TASK_OPTIONS = ("--tasks", "-t", "--config", "-C")  # options that name tasks; at least one must be given
 INSTALL = "python -m venv ~/lm_eval && ~/lm_eval/bin/pip install 'lm_eval[api]' transformers"
+"""Commands that install the harness, for an error message."""
 MAX_BODY_BYTES = 256 * 1024**2  # largest request of the harness
 END_TIMEOUT_S = 10.0  # how long the harness may take to end after SIGTERM
 
@@ -59,13 +60,13 @@ class HarnessPlan:
     """A checked run of the harness."""
 
     config: Config
-    model: SampledModel
+    model: SampledModel  # model that the engines serve: a Hugging Face folder or a Megatron checkpoint
     words: list[str]  # command line of the user
     folder: Path  # folder for the files of the harness
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """Arguments of SGLang for every engine. Unlike the other engines of mrl, these engines have a tokenizer."""
+        """Arguments of SGLang for every engine. The engines have a tokenizer, which OpenAI's API needs."""
         config = self.config
         arguments = default_server_args(config.model.dtype, self.model.context, device=config.sglang.get("device"))
         del arguments["custom_weight_loader"]  # the weights never change
@@ -80,7 +81,7 @@ class HarnessPlan:
             "base_url": f"{url}/completions",
             "tokenizer": self.model.folder.resolve(),
             "tokenizer_backend": "huggingface",
-            "max_length": self.model.context,
+            "max_length": self.model.context,  # longest sequence in tokens
             "num_concurrent": in_flight * (len(rollout.engine_urls) or rollout.num_engines),
             "timeout": int(rollout.request_timeout_s),
         }
@@ -111,7 +112,11 @@ def plan_harness(config: Config) -> HarnessPlan:
 
 
 def _checked_words(line: str) -> list[str]:
-    """Return the words of evaluate.harness. Raises ValueError if they do not run lm_eval, or if lm_eval is not installed."""
+    """Return the words of evaluate.harness. A ~ at the beginning of the first word is expanded.
+
+    Raises ValueError if the line has a quote that is not closed, does not run lm_eval, has an option that mrl sets, or names no
+    tasks. Also raises ValueError if lm_eval is not installed.
+    """
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -145,7 +150,7 @@ def run_harness(
     left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    # The converted model is not in plan.folder, because lm_eval creates folders with the name of the model there
+    # lm_eval creates a folder named after the model in plan.folder, so the converted model is put beside plan.folder
     scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")
     shutil.rmtree(
         scratch, ignore_errors=True
@@ -157,7 +162,7 @@ def run_harness(
         OpenAIEndpoint(watcher, config.generate.requests_in_flight) as endpoint,
     ):
         status = _run(plan.command_line(endpoint.url))
-        if watcher.lost:
+        if watcher.lost:  # the reason if no engine is left
             raise EngineError(watcher.lost)
     shutil.rmtree(scratch, ignore_errors=True)
     if status:
@@ -206,12 +211,13 @@ def read_results(content: Mapping[str, Any], confidence: float) -> list[HarnessR
 class OpenAIEndpoint:
     """HTTP server with OpenAI's API that forwards each request to one of the engines.
 
-    The object is a context manager: the server runs until the context exits, in the event loop of the pool. Clients must send the
-    engine key as API key. The engines need a tokenizer. If an engine fails, another engine gets its requests.
+    The object is a context manager: the server runs until the context exits, in the event loop of the EnginePool of `watcher`.
+    Clients must send the engine key (environment variable MRL_ENGINE_KEY) as API key. The engines need a tokenizer. If an engine
+    fails, another engine gets its requests.
     """
 
     def __init__(self, watcher: EngineWatcher, limit: int) -> None:
-        """`limit`: largest number of concurrent requests to one engine."""
+        """`limit`: with n engines, at most n x `limit` requests are sent to the engines at the same time."""
         self.url = ""  # http://HOST:PORT/v1, set when the server has started
         self._watcher, self._limit = watcher, limit
         self._runner: web.AppRunner | None = None

@@ -53,7 +53,8 @@ class NetworkInterface:
     address: str
     up: bool = True
     speed_mbps: int = 0  # megabits per second; 0: the driver does not report it
-    problem: str = ""  # why a TCP connection from its address to the same address fails; "" if it works
+    # why a TCP connection from its address to the same address fails; "" if it works or `up` is False
+    problem: str = ""
 
 
 def probe_interfaces() -> list[NetworkInterface]:
@@ -117,7 +118,9 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
     """Return the interfaces on which NCCL opens its connections. NCCL's bootstrap uses the first of these interfaces.
 
-    `variable`: the value of NCCL_SOCKET_IFNAME.
+    `variable`: the value of NCCL_SOCKET_IFNAME. If it is empty, NCCL uses the interfaces whose names begin with "ib". If there is
+    none, NCCL uses all interfaces that do not match NCCL_LAST_CHOICES. If there is none either, NCCL uses the interfaces that
+    match the first prefix of NCCL_LAST_CHOICES that any interface matches.
     """
     up = [one for one in interfaces if one.up]
     if variable:

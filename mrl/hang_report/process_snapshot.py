@@ -27,8 +27,8 @@ from parallel.collective_log import LastCollective, read_collective_log
 # lines of a stack dump: the header of a thread's stack, and a frame (file, line, function)
 HEADER = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\)")
 FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
-LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
-NUM_WAITING_FRAMES = 4  # number of innermost frames that are compared with WAITS
+LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))  # folders of library code
+NUM_WAITING_FRAMES = 4  # largest number of innermost frames that are compared with WAITS
 
 # (part of the file's path, prefix of the function's name) -> what a process waits for in that code
 WAITS = {
@@ -266,9 +266,9 @@ def snapshot_processes(folder: str, records: list[ProcessRecord]) -> list[Proces
 
 
 def _engine_children(server: ProcessRecord) -> list[ProcessRecord]:
-    """Return those child processes of an engine's server whose titles begin with `sglang::`. SGLang sets these titles.
+    """Return the child processes of an engine's server whose titles begin with `sglang::`. SGLang sets these titles.
 
-    The children write their stacks to the server's file.
+    The children write their stacks to the server's file, so their records have the server's `name`.
     """
     children = []
     with suppress(psutil.Error, OSError):

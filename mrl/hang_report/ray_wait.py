@@ -238,7 +238,10 @@ class RayWaiter:
         return lost
 
     def _data_lost_error(self, call: str, error: RayError) -> DiagnosedError:
-        """Return the error of a call whose input is lost, because the process that made the input died."""
+        """Return the error of a call whose input is lost, because the process that made the input died.
+
+        The rollout worker makes the inputs of the ranks' calls, and ranks make the inputs of the rollout worker's calls.
+        """
         error_type = RolloutWorkerLostError if self.role == "rank" else RankLostError
         message = f"{call}: the input data of the call is lost"
         lost = self._diagnosed_error(error_type, message, self._pending_test(set()), False, [f"Ray says: {error}"])
@@ -246,7 +249,11 @@ class RayWaiter:
         return lost
 
     def _pending_test(self, indices: set[int]) -> Callable[[ProcessRecord], bool]:
-        """Return a function that tells whether a process is pending. `indices`: indices of the pending calls."""
+        """Return a function that tells whether a process was called and has not answered.
+
+        `indices`: indices of the calls that have not succeeded. Call i is a call to rank i, and call 0 is also the call to the
+        rollout worker.
+        """
 
         def is_pending(record: ProcessRecord) -> bool:
             return (record.role, record.group) == (self.role, self.group) and max(record.rank, 0) in indices
@@ -281,8 +288,8 @@ class RayWaiter:
 def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[ObjectRef, Any]:
     """Wait for all answers. Raises the first error of a call.
 
-    Each wait inside Ray is short, because an exception that a signal handler raises inside Ray would break Ray.
-    Also raises GetTimeoutError after `timeout_s`, and the errors of `mrl.core.run_errors.check_wait`.
+    Each wait inside Ray is short, because an exception that a signal handler raises inside Ray would break Ray. This function
+    also raises GetTimeoutError after `timeout_s`, and the errors of `mrl.core.run_errors.check_wait`.
     """
     end, pending, answers = time.monotonic() + timeout_s, list(futures), {}
     while pending:

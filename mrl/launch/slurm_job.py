@@ -178,7 +178,10 @@ def _log_path(folder: Path, name: str) -> str:
 
 
 def _sbatch_options(section: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the options in a config section as texts for sbatch. Omits null, false and gpus_per_node=0."""
+    """Return the options in a config section as texts for sbatch. Omits null, false and gpus_per_node=0.
+
+    `key`: name of the section in error messages.
+    """
     options = {}
     for name, value in section.items():
         plain = "" if value is True else str(value)

@@ -4,7 +4,8 @@ The process that the user started is the supervisor. It only waits and forwards 
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
 not distinguish these cases from a normal exit. A child that must be started again also omits the message: after
-`request_restart`, or if its run is finished but the processes of the run do not end (`shutdown_deadline` in mrl.core.processes).
+`request_restart`, or if its run is finished but the processes of the run hang. `shutdown_deadline` in mrl.core.processes then
+ends the child, and the new child only prints the result.
 """
 
 import atexit
@@ -111,7 +112,7 @@ class _ChildWatcher:
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
 
-        When the child has ended, its descendants are ended too, even those that have left its session and whose parents have
+        When the child has ended, its descendants are ended too, even processes that left its session and whose parents have
         ended. If a signal arrived before the child started, the child gets this signal immediately.
         """
         start = time.monotonic()
@@ -135,10 +136,10 @@ class _ChildWatcher:
         """Return the processes that an ended child has left behind.
 
         This process is the subreaper, so the kernel makes it the parent of these orphans. The result does not contain processes
-        that are older than the run (`server & exec mrl train`), or their children. Orphans of other programs reach this process
-        only if there were older processes, or if this process is process 1 of a container (`docker exec`). In these two cases,
-        the result also omits each orphan whose environment shows that it is not of the run: the environment can be read, is
-        not empty, and lacks RUN_VARIABLE.
+        that are older than the run (`server & exec mrl train`), or their children. In two cases, this process can also inherit
+        orphans of other programs: it had children before the run, or it is process 1 of a container, which also inherits the
+        orphans of `docker exec`. In these cases, the result omits each orphan whose environment can be read, is not empty and
+        lacks RUN_VARIABLE, because such an orphan is not of the run.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:
@@ -165,7 +166,10 @@ class _ChildWatcher:
 
 
 def _send_signal(child: subprocess.Popen[bytes], signum: int) -> None:
-    """Send a signal to a child that is not reaped. Popen.send_signal could reap the child, whose exit status _wait needs."""
+    """Send a signal to a child that is not reaped.
+
+    Popen.send_signal is not used: it calls poll(), which could take the exit status before `_wait` does.
+    """
     with suppress(ProcessLookupError):
         os.kill(child.pid, signum)
 

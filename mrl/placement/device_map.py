@@ -46,9 +46,9 @@ class DeviceMap:
 def planned_device_map(pools: Pools, gpus_per_node: int, num_nodes: int = 0) -> DeviceMap:
     """Return a map that places the pools on nodes with `gpus_per_node` GPUs.
 
-    The pools are placed one after another. A strategy, such as STRICT_SPREAD, may need more nodes than the number of slots
-    requires. If the job has `num_nodes` nodes, the map also shows the nodes that the pools do not need, whose GPUs stay idle.
-    Raises ValueError if a pool with strategy STRICT_PACK has more slots than a node.
+    The pools are placed in the order of Pools.strictest_first. A placement strategy of Ray, such as STRICT_SPREAD, may need more
+    nodes than the number of slots requires. The map has at least `num_nodes` nodes: the nodes that the pools do not need have
+    idle GPUs. Raises ValueError if a pool with strategy STRICT_PACK has more slots than a node.
     """
     node_of_slots = _fill_nodes(pools, gpus_per_node)
     named = {pool: [f"node {number}" for number in numbers] for pool, numbers in node_of_slots.items()}
@@ -76,7 +76,7 @@ def locate_ranks(devices: DeviceMap, role: str) -> list[tuple[str, str]]:
 
 
 def idle_gpus(nodes: Mapping[str, Sequence[DeviceCell | None]]) -> Iterator[str]:
-    """Yield a warning that names the GPUs of a job that no pool contains. `nodes`: node -> a cell for each of its GPUs."""
+    """Yield a warning that names the job's GPUs that are in no pool, if there are any. `nodes`: node -> a cell for each GPU."""
     idle = {name: [gpu for gpu, cell in enumerate(cells) if cell is None] for name, cells in nodes.items()}
     if count := sum(map(len, idle.values())):
         places = [f"{name} GPU {_ranges(gpus)}" for name, gpus in idle.items() if gpus]
@@ -132,7 +132,7 @@ def _device_map(
 
 
 def _cells(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, int, DeviceCell]]:
-    """Yield (node, index of the slot in its pool, cell) for every slot."""
+    """Yield (node, index of the slot in its pool, cell) for every slot. `node_of_slots`: pool -> node of each of its slots."""
     for pool in pools.pools:
         nodes = node_of_slots[pool.name]
         processes: list[dict[str, str]] = [{} for _ in nodes]
@@ -164,7 +164,7 @@ def _fill_nodes(pools: Pools, gpus_per_node: int) -> dict[str, list[int]]:
 def _pack(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
     """Return the node of each slot: the fullest node that has room for the whole pool, or else the emptiest nodes.
 
-    `free_slots`: number of free slots of each node. The function updates it, and may append nodes.
+    `free_slots`: number of free slots of each node. The function updates this list, and may append nodes.
     """
     if pool.strategy == "STRICT_PACK" and pool.size > gpus_per_node:
         raise ValueError(
@@ -188,7 +188,7 @@ def _pack(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
 def _spread(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
     """Return the node of each slot: the node that has the fewest slots of the pool so far.
 
-    `free_slots`: number of free slots of each node. The function updates it, and may append nodes.
+    `free_slots`: number of free slots of each node. The function updates this list, and may append nodes.
     """
     nodes: list[int] = []
     for _ in range(pool.size):
@@ -216,7 +216,7 @@ def _unused_slots(pools: Pools, unit: str) -> Iterator[str]:
 
 
 def _idle_pools(pools: Pools, unit: str) -> Iterator[str]:
-    """Yield a warning if there are several pools: a pool is idle while it waits for a role in another pool."""
+    """Yield a warning if there are several pools, because a pool is idle while its roles wait for a role in another pool."""
     if len(pools.pools) > 1:
         idle = [
             f"{pools.size - pool.size} while {role} work{'' if role == 'engines' else 's'}"
@@ -249,9 +249,9 @@ ROLE_COLORS = {
     "critic": "#F58518",
     "actor": "#4C78A8",
 }
-"""Color of each role. The order is the order in which the roles work during a step. Other models work before the critic."""
-OTHER_COLOR = "#9D755D"  # color of the other models in the key `roles`
-MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with equal roles share a row
+"""Color of each role, in the order in which the roles work during a step. Other roles are sorted just before the critic."""
+OTHER_COLOR = "#9D755D"  # color of the other roles: models in the key `roles`
+MAX_NODE_ROWS = 16  # if a map has more nodes, consecutive nodes with the same pools and roles share a row
 
 
 def device_map_text(devices: DeviceMap, width: int = 160) -> str:
@@ -275,7 +275,7 @@ def render_device_map(devices: DeviceMap) -> Group:
 
 
 def summarize(devices: DeviceMap) -> str:
-    """Return one line: how many devices the pools use, the number of devices, and the number of nodes."""
+    """Return one line: the numbers of devices and nodes, and, if some devices are in no pool, how many are in a pool."""
     count, size = sum(len(node.cells) for node in devices.nodes), devices.pools.size
     used = f"{size} of " if count > size else ""
     return f"{used}{counted(count, devices.unit)} on {counted(len(devices.nodes), 'node')}"
@@ -330,7 +330,10 @@ def _pool_table(devices: DeviceMap) -> Table:
 
 
 def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
-    """Yield the nodes of a map. If there are more than MAX_NODE_ROWS, consecutive nodes with equal roles share a row."""
+    """Yield the rows of a map: one row for each node.
+
+    If there are more than MAX_NODE_ROWS nodes, consecutive nodes with the same pools and roles share a row.
+    """
     if len(devices.nodes) <= MAX_NODE_ROWS:
         yield from devices.nodes
         return

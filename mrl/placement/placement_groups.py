@@ -71,7 +71,10 @@ class PlacedPool:
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id, again if the bundle has moved."""
+        """Return bundle -> id of its GPU.
+
+        A small Ray task in each bundle finds the id. After a bundle has moved, a new task finds the new id.
+        """
         if not self.has_gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]
@@ -100,7 +103,7 @@ def _gpu_id() -> str:
 def sort_bundles(locations: Mapping[int, BundleLocation]) -> list[int]:
     """Return the bundles node by node, and on each node in the order of its GPUs. The node with the most bundles comes first.
 
-    Ray itself numbers bundles in arbitrary order.
+    Ray itself assigns the numbers of the bundles to devices in an arbitrary order.
     """
     bundles_on = Counter(location.node for location in locations.values())
 
@@ -132,7 +135,7 @@ class RolePlacement:
         return cls(placed, tuple(order[rank] for rank in ranks), demand.tp_size, pin_engines_to_nodes)
 
     def slots(self) -> list[DeviceSlot]:
-        """Return the current slot of each rank. Raises PlacementError if Ray has not placed the pool before its timeout."""
+        """Return the current slot of each rank. Raises PlacementError if Ray does not place the pool in time."""
         locations = self.placed.locations()
         return [DeviceSlot(*locations[bundle], self._options(bundle)) for bundle in self.bundles]
 

@@ -27,11 +27,13 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray._private import (
-    parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_quick_start`
+    parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_local_start`
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
+    services,  # private: Ray has no setting for the time that a node may take to start
 )
 from ray._private.utils import estimate_available_memory  # private: Ray compares the size of the object store with it
 from ray.job_config import JobConfig
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
@@ -41,9 +43,15 @@ from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
 from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
 
+# How long the node of a local cluster may take to start. Ray's own limit, 30 s, is too short on a busy machine.
+NODE_START_S = 120.0
+
 MAX_PATH_BYTES = 41
-"""Largest length of the path of Ray's folder. The path of a Unix socket has at most 107 bytes, and the names that Ray appends
-(session_DATE_TIME_PID/sockets/plasma_store.N) have up to 66 bytes."""
+"""Largest length of the path of Ray's folder.
+
+The path of a Unix socket has at most 107 bytes, and the names that Ray appends (session_DATE_TIME_PID/sockets/plasma_store.N)
+have up to 66 bytes.
+"""
 
 RAY = "r"
 """Name of Ray's folder. It is short, because it is a part of the path of each socket."""
@@ -110,8 +118,8 @@ def copy_for_actor[T](value: T) -> T:
 class _RunJobConfig(JobConfig):
     """Job config with which Ray does not put the driver's working directory in front of the `sys.path` of worker processes.
 
-    At the front, a user's module such as `parallel.py` would hide a package of mrl. Instead, the import of mrl appends the
-    folder at the end.
+    At the front, a user's module such as `parallel.py` would hide a package of mrl. Instead, mrl appends the directory to
+    `sys.path` when mrl is imported (mrl.core.code_locations).
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -155,7 +163,7 @@ def ray_cluster(
         plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
         settings = dict(object_store_memory=store) | settings
         try:
-            with _variables(further), _quick_start(bool(settings["log_to_driver"])):
+            with _variables(further), _local_start(bool(settings["log_to_driver"])):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
@@ -188,9 +196,9 @@ def object_store_bytes(memory: int, shared_memory: int) -> int:
 
     `memory`: free memory of the machine (bytes). `shared_memory`: free space of /dev/shm (bytes).
 
-    The store gets a tenth of the memory, but at most half of /dev/shm, because engines and NCCL have buffers there, too. It gets
-    at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store uses memory only
-    for the objects in it.
+    The store gets a tenth of the memory, but at most half of the free space of /dev/shm, because engines and NCCL have buffers
+    there, too. It gets at least MIN_OBJECT_STORE_BYTES. If the store does not fit in /dev/shm, Ray puts it on the disk. The store
+    uses memory only for the objects in it.
     """
     return max(MIN_OBJECT_STORE_BYTES, min(memory // 10, shared_memory // 2))
 
@@ -201,18 +209,21 @@ def _free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def _quick_start(log_to_driver: bool) -> Iterator[None]:
+def _local_start(log_to_driver: bool) -> Iterator[None]:
     """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
-    does what the flags --no-monitor and --include-log-monitor of `ray start` do.
+    does what the flags --no-monitor and --include-log-monitor of `ray start` do. Also, ray.init waits NODE_START_S for the node.
     """
-    with_autoscaler = parameter.RayParams
+    with_autoscaler, get_node = parameter.RayParams, services.get_node
     parameter.RayParams = partial(with_autoscaler, no_monitor=True, include_log_monitor=log_to_driver)
+    # get_node raises RuntimeError as long as the node has not registered itself
+    stop, missing = stop_after_delay(NODE_START_S), retry_if_exception_type(RuntimeError)
+    services.get_node = retry(retry=missing, stop=stop, wait=wait_fixed(0.2), reraise=True)(get_node)
     try:
         yield
     finally:
-        parameter.RayParams = with_autoscaler
+        parameter.RayParams, services.get_node = with_autoscaler, get_node
 
 
 @contextmanager

@@ -25,11 +25,11 @@ ROLES = {
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's strategies for placing the slots of a pool: PACK uses few nodes, SPREAD uses many.
+"""Ray's strategies for placing the slots of a pool, the strictest last: PACK uses few nodes, SPREAD uses many.
 
 STRICT_PACK requires a single node. STRICT_SPREAD requires a separate node for each slot.
 """
-POOL_FIELDS = ("roles", "gpus", "strategy")
+POOL_FIELDS = ("roles", "gpus", "strategy")  # keys of a pool in the config
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pools:
 
     @property
     def colocated_size(self) -> int:
-        """Number of slots that the run would need if all roles shared one pool."""
+        """Number of slots that the run would need if all roles shared one pool: the size of the largest pool."""
         return max(pool.size for pool in self.pools)
 
     @property
@@ -179,6 +179,7 @@ _SIZE_KEYS = {
     "critic": "critic.parallel.*",
     "engines": "rollout.num_engines x rollout.engine_tp",
 }
+"""Role -> the config keys that determine how many slots the role needs."""
 
 
 def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:

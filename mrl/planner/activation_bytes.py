@@ -1,17 +1,18 @@
 """Bytes of the activations that a trainer rank saves for the backward pass of one micro-batch, tensor by tensor.
 
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
-Equation 1 of the paper counts the saved inputs of one layer (34 s b h without attention scores). Equations 2 to 4 divide these
-inputs over tensor-parallel ranks. Section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
-trains: MLPs, grouped and latent attention, recurrences, experts, and packed sequences. The attention kernels save no scores. So
-the paper's term 5 a s^2 b does not occur.
+Equation 1 of the paper counts the saved inputs of one layer: 34 s b h bytes without attention scores, for b sequences of s tokens
+and hidden states of width h. Equations 2 to 4 divide these inputs over tensor-parallel ranks. Section 5 describes recomputation.
+This module counts the saved inputs of the layers that mrl trains: MLPs, grouped and latent attention, recurrences, experts, and
+packed sequences. The attention kernels save no scores. So the paper's term 5 a s^2 b (a: attention heads) does not occur.
 
 With FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input. Such inputs are
 outputs of norms, activations of MLPs, and tokens of experts. In Megatron (0.19), the projection of the attention output and the
 first matrix of shared experts save their inputs without FP8, because the attention and the router save the same tensors.
 
-Symbols: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden states
-one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else r = s.
+Symbols of this module: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden
+states one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else
+r = s. e is the number of bytes of one element of an activation.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _is_recomputed(linear: str, kind: LayerKind, recomputed: frozenset[str]) -> 
 def attention_bytes(
     shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> BytesByTensor:
-    """Return the bytes that the attention of a layer saves. They include the norm before the attention."""
+    """Return the bytes that the attention of a layer saves. They include the norms before and after the attention."""
     e = batch.itemsize
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.input_bytes(batch.rows * shape.hidden)
@@ -132,7 +133,7 @@ def attention_bytes(
 
 
 def _chosen_keys(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
-    """Return the bytes of the mask of the keys that an indexer has chosen. A kernel saves the numbers that it adds to the logits.
+    """Return the bytes of the mask of the keys that an indexer has chosen. A kernel adds the mask to the logits, and saves it.
 
     There is no mask if no sequence has more keys than the indexer chooses.
     """
@@ -160,6 +161,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     A saved view of the fused QKV projection keeps the whole projection in memory.
     """
     e, s, d = batch.itemsize, batch.tokens, shape.head_dim
+    # widths of queries, and of keys or values
     q, kv = shape.num_heads * d // batch.tp, shape.num_kv_heads * d // batch.tp
     keys = batch.key_rows
     saved: BytesByTensor = {}
@@ -196,16 +198,16 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
 def recurrent_bytes(
     shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> BytesByTensor:
-    """Return the bytes that a recurrent layer saves for its recurrence. They include the norm before the recurrence.
+    """Return the bytes that a recurrent layer saves for its recurrence. They include the norms before and after the recurrence.
 
     parallel.segment_recurrence computes all tokens of the pack in float32, also the tokens of other context-parallel ranks. The
     estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
     """
     sizes = shape.recurrence
     assert sizes is not None, "the model has no recurrent layers"
-    e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)
+    e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)  # wide: bytes of one element in the recurrence
     heads, tokens = sizes.value_heads // batch.tp, batch.tokens * batch.cp
-    own_values = batch.tokens * heads * sizes.value_dim
+    own_values = batch.tokens * heads * sizes.value_dim  # elements of the values of this rank's tokens
     saved = _norms_bytes("attention", shape, batch)
     saved["attention's input"] = batch.rows * shape.hidden * e
     saved["convolution"] = 2 * tokens * sizes.channels // batch.tp * e  # its input and its output
@@ -278,7 +280,7 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
 
 
 def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return the bytes that the MLP of a dense layer saves. They include the norm before the MLP."""
+    """Return the bytes that the MLP of a dense layer saves. They include the norms before and after the MLP."""
     if "mlp" in recomputed:
         after = norm_bytes("post-mlp", shape.hidden, batch.rows, batch) if shape.post_norms else {}
         return {"mlp's input": batch.rows * shape.hidden * batch.itemsize} | after
@@ -341,7 +343,7 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
 
 
 def _norms_bytes(name: str, shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of the norms before and after a block, without the output of the norm before it."""
+    """Return the bytes of the norms before and after a block, without the output of the norm before the block."""
     kinds = [f"pre-{name}"] * shape.pre_norms + [f"post-{name}"] * shape.post_norms
     return {
         tensor: size for kind in kinds for tensor, size in norm_bytes(kind, shape.hidden, batch.rows, batch).items()

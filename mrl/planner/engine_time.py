@@ -47,7 +47,7 @@ class EngineTime:
         """Return the seconds of one decoding step of `running` requests, each with `context` tokens.
 
         In a decoding step, the engine samples one token for each running request. The engine reads the model weights and the KV
-        cache from GPU memory, computes, and all-reduces.
+        cache from GPU memory, computes, and sums the partial results of its GPUs (all-reduce).
         """
         shape, cluster = self.shape, self.cluster
         dense, experts = self._weight_parts
@@ -139,7 +139,7 @@ def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, r
 
     `responses`: number of responses of a training step, over all engines. The step waits for the longest of these responses.
     """
-    longest = lengths.longest_of(responses)
+    longest = lengths.longest_response_of(responses)
     if requests <= running:
         return longest
     mean, largest = lengths.remaining_of(running)
@@ -194,7 +194,7 @@ class SimulatedRequest:
 
     key: Hashable  # identifies the request for the caller
     # Identifies the prompt. Of several requests with the same prompt, the first one prefills the prompt. The others find all
-    # tokens of the prompt except the last one in the prefix cache
+    # tokens of the prompt, except for the last token, in the prefix cache.
     prompt: Hashable
     prompt_tokens: int
     response_tokens: int

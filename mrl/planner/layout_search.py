@@ -224,8 +224,8 @@ class LayoutSearch:
     def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
         """Yield (layout, numbers of replicas that fit, seconds of training, seconds of offloading and loading).
 
-        The last three are arrays with one element for each number of replicas. Layouts with recomputation are used only for
-        numbers of replicas that do not fit without recomputation.
+        The last three results are arrays with one element for each number of replicas. Layouts with recomputation are used only
+        for numbers of replicas that do not fit without recomputation.
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)
@@ -412,7 +412,7 @@ def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
             f"sampling: an engine runs only {running:,} of its {requested:,} responses at one time (KV cache, or "
             "sglang.max_running_requests)"
         )
-    longest = search.work.lengths.longest_of(search.work.responses)
+    longest = search.work.lengths.longest_response_of(search.work.responses)
     return (
         f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest response, "
         f"which has {longest:,.0f} tokens"

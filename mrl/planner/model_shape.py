@@ -19,7 +19,7 @@ from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape, parameter
 from parallel.trainer_config import LoraConfig
 
 HeadKind = Literal["vocabulary", "value"]
-"""Output for each token: logits of the vocabulary, or one value (critic)."""
+"""Output for each token: logits of the vocabulary, or one value (critic). The planner has no head "score" (reward model)."""
 
 
 class LayerKind(NamedTuple):
@@ -73,7 +73,7 @@ class IndexerShape:
     layers: tuple[bool, ...]  # [layers] whether the layer has an indexer
     heads: int
     channels: int  # channels of a query and of a key
-    topk: int  # number of keys to which a token attends at most
+    topk: int  # largest number of keys to which a token attends
     matrices: int  # number of weights of the matrices of one indexer
     norm: int  # number of float32 weights of the norm of one indexer
 
@@ -147,7 +147,7 @@ class ModelShape:
     head_dim: int  # width of a query head and of a key head
     value_dim: int  # width of a value head
     ffn: int  # width of a dense layer's MLP
-    num_experts: int
+    num_experts: int  # number of routed experts in a layer
     topk: int  # number of experts that the router chooses for each token
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
@@ -164,7 +164,7 @@ class ModelShape:
     sigmoid_router: bool = False  # whether the router scores experts with a sigmoid instead of a softmax
     router_groups: int = 0  # number of groups of experts; the router chooses groups first, then experts in these groups
     window: int = 0  # number of tokens to which a token attends in layers with a sliding window; 0: no layer has one
-    windowed_fraction: float = 0.0  # fraction of the layers with attention that have a sliding window
+    windowed_fraction: float = 0.0  # fraction of the layers that have a sliding window
     recurrence: RecurrentShape | None = None  # sizes of the recurrent layers; None: no layer is recurrent
     zero_centered_norms: bool = False  # whether norms multiply by 1 + weight
     output_gate: bool = False  # whether attention has an output gate
@@ -178,7 +178,7 @@ class ModelShape:
     frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
     indexer: IndexerShape | None = None  # sizes of the indexers; None: attention is not sparse
-    mtp_layers: int = 0  # number of trained MTP layers, on the last pipeline stage; no other field contains them
+    mtp_layers: int = 0  # number of trained MTP layers, on the last pipeline stage; no other field counts them
 
     @classmethod
     def of(
@@ -325,7 +325,7 @@ class ModelShape:
         return ends + self.frozen_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
 
     def layer_weights(self, moe: bool) -> float:
-        """Return the number of weights of one layer with or without experts, but without routed experts.
+        """Return the number of weights of a layer that has experts (`moe`) or no experts. Weights of routed experts do not count.
 
         Layers with different blocks have different numbers of weights, so the result is a mean over the layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.

@@ -1,4 +1,4 @@
-"""Shapes of the parameters of a model, in the order of Megatron's flat buffers."""
+"""Shapes of the parameters of a model, in the order of Megatron's modules. Flat buffers have the reverse order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ MODULE_ORDER = (
     "post_self_attn_layernorm.",
     "post_mlp_layernorm.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers.
+"""Order of a layer's parameters in Megatron's modules. Megatron fills its flat buffers in the reverse order.
 
 The ranks that have the same parameters shard the optimizer state of a buffer. The order determines which parameters each shard
 contains.
@@ -94,13 +94,13 @@ class ParameterShape:
 def parameter_shapes(
     rows: Sequence[ParamMapping], arch: Architecture, float32: tuple[str, ...] = ()
 ) -> tuple[ParameterShape, ...]:
-    """Return the shapes in the order of Megatron's flat buffers. `float32`: see Family.engine_float32_tensors."""
+    """Return the shapes of these rows of the conversion table, in MODULE_ORDER. `float32`: see Family.engine_float32_tensors."""
     shapes = (replace(parameter_shape(row, arch), float32_in_engine=row.hf[0].endswith(float32)) for row in rows)
-    return tuple(sorted(shapes, key=_flat_buffer_position))
+    return tuple(sorted(shapes, key=_module_position))
 
 
-def _flat_buffer_position(p: ParameterShape) -> tuple[int, int]:
-    """Return the sort key of a parameter: its position in Megatron's flat buffer (see MODULE_ORDER)."""
+def _module_position(p: ParameterShape) -> tuple[int, int]:
+    """Return the sort key of a parameter: its position in the order of Megatron's modules (see MODULE_ORDER)."""
     if p.location not in ("layer", "expert"):
         return (0 if p.location == "first" else 2, int(not p.is_vocabulary))
     return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))

@@ -101,7 +101,7 @@ class Prediction:
     engine_idle_fraction: float  # fraction of time in which an engine runs no request, as a mean over engines
     occupancy: float  # mean number of running requests of an engine, divided by the largest possible number
     ages: dict[int, int]  # age -> number of groups of this age
-    selection_ratio: float  # mean length of the responses in training, divided by that of all drawn responses
+    selection_ratio: float  # mean length of the trained responses / mean length of all drawn responses
     dropped: int  # number of groups that over-sampling dropped
 
     def seconds(self, skip: int = 0) -> float:

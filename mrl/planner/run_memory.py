@@ -1,6 +1,7 @@
 """Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
-A GpuPhase describes the memory of one GPU of a pool during one phase. One role is active in this phase. The other roles of the
+A GpuPhase describes the memory of one GPU of a pool during one phase. In most phases, one role is active. Roles that SGLang
+serves are active together, and so are the actor and the engines during a weight sync on shared GPUs. The other roles of the
 pool are offloaded. A GpuPhase includes the memory that the offloaded roles still use on the GPU.
 """
 
@@ -68,7 +69,7 @@ class GpuPhase:
     """Memory of one GPU of a pool during one phase of a step."""
 
     pool: str
-    role: str
+    role: str  # the active roles, separated by commas
     phase: str
     parts: Mapping[str, int]  # kind of memory ("weights", "activations", ...) -> bytes
     limit: int  # bytes of GPU memory; 0: unknown
@@ -91,7 +92,7 @@ class HostMemory:
     offloaded: int  # models of offloaded roles, in pinned memory
     reference: int  # the reference's weights, and a copy of the actor's weights while the reference is on the GPU
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
-    delta: int  # copy of the last pushed weights, if the weight sync sends only differences
+    delta: int  # copy of the weights of the previous push, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
     teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
     engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
@@ -176,8 +177,8 @@ def run_memory(
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
-    `topology`: layout of an engine, or None if the run starts no engines. `reference`: whether the processes of the actor also
-    store the weights of the reference.
+    `topology`: parallel sizes of an engine, or None if the run starts no engines. `reference`: whether the processes of the actor
+    also store the weights of the reference.
     """
     trainers = {role: trainer_memory(m.shape, m.dims, m.settings) for role, m in models.items()}
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
@@ -322,7 +323,7 @@ def _gpu_phases(
     buckets = (
         {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
     )
-    sharing = engine if shared and "engines" in pool.demands else None
+    sharing = engine if shared and "engines" in pool.demands else None  # the engine, if other roles share its GPUs
     offloaded = {"engine's weights": sharing.adapters} if sharing and sharing.adapters else {}
     servers = [role for role in pool.demands if role not in trainers]  # engines, and models that SGLang serves
     for role in pool.demands:

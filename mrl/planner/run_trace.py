@@ -110,6 +110,7 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
 
 def _engine_features(step: RecordedStep, num_engines: int, max_running: int) -> NDArray[np.float64]:
     """Return [engines, 3]: the factors of the coefficients a, c - d and d in the seconds of each engine (see fit_engine)."""
+    # with these speeds, busy_s is the number of decoding steps
     engines = [EngineQueue(EngineSpeeds(1.0, 0.0, 0.0, max_running)) for _ in range(num_engines)]
     for groups in split_over_engines(range(len(step.prompts)), num_engines, step.responses.shape[1]):
         engine = min(engines, key=lambda queue: queue.pending)
@@ -136,8 +137,8 @@ def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) 
 def read_run(run_dir: Path) -> RunTrace:
     """Read the record of a run.
 
-    Raises ValueError if the folder is not a run directory, the run has no steps, its groups differ in size, or its ledger is
-    damaged or has no lengths.
+    Raises ValueError if the folder is not a run directory, the run has no steps, its groups differ in size, a line of its ledger
+    or metrics is damaged, or its ledger has no lengths.
     """
     run_record, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
     if run_record is None or not ledger:

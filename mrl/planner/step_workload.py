@@ -18,11 +18,11 @@ class LengthDistribution:
     """Lengths of prompts and responses. All prompts have the same length."""
 
     prompt_tokens: int
-    responses: NDArray[np.float64]  # [Q] equally likely lengths of a response in tokens, ascending
+    responses: NDArray[np.float64]  # [Q] Q equally likely lengths of a response in tokens, ascending
 
     @classmethod
     def log_normal(cls, prompt_tokens: int, median: float, sigma: float, longest: int) -> LengthDistribution:
-        """Return log-normal response lengths, truncated at `longest` tokens.
+        """Return log-normal response lengths, clipped to the range from 1 to `longest` tokens.
 
         `sigma`: standard deviation of the logarithm of the length. If `sigma` is 0, all responses have the median length.
         """
@@ -43,7 +43,7 @@ class LengthDistribution:
 
     @property
     def longest(self) -> float:
-        """Number of tokens of a prompt together with the longest response."""
+        """Number of tokens of the longest sequence: the prompt together with the longest response."""
         return self.prompt_tokens + float(self.responses[-1])
 
     @cached_property
@@ -51,8 +51,8 @@ class LengthDistribution:
         """Mean number of tokens in front of a sampled token, over all sampled tokens."""
         return self.prompt_tokens + float((self.responses**2).mean()) / (2 * self.mean)
 
-    def longest_of(self, count: int) -> float:
-        """Return the expected length of the longest of `count` responses, in tokens."""
+    def longest_response_of(self, count: int) -> float:
+        """Return the expected length of the longest of `count` responses, in tokens, without the prompt."""
         if count not in self._longest:
             probabilities = np.full(len(self.responses), 1 / len(self.responses))
             self._longest[count] = _expected_max(self.responses, probabilities, count)
@@ -60,18 +60,18 @@ class LengthDistribution:
 
     @cached_property
     def _longest(self) -> dict[int, float]:
-        """Cache of `longest_of`, because a search calls it many times with the same counts."""
+        """Cache of `longest_response_of`, because a search calls it many times with the same counts."""
         return {}
 
     @cached_property
     def _remaining(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Distribution of the tokens that a response still needs at a random decoding step: (tokens [Q], probability [Q])."""
+        """Distribution of the tokens still to be sampled, at a random moment of a running response: (tokens, probability) [Q]."""
         steps = np.diff(self.responses, prepend=0.0)
         unfinished = 1 - np.arange(len(steps)) / len(steps)  # fraction of responses
         return self.responses - steps / 2, steps * unfinished / self.mean
 
     def remaining_of(self, count: int) -> tuple[float, float]:
-        """Return the expected (mean, maximum) of the tokens that `count` running responses still need.
+        """Return (mean, expected maximum) of the numbers of tokens that `count` running responses still need.
 
         The engine is in steady state: whenever a response finishes, the engine starts a new response.
         """
@@ -143,8 +143,9 @@ class StepWorkload:
         """Mean number of times that each prompt is computed in one pass."""
         if not self.share_prompts:
             return float(self.responses_per_prompt)
+        # copies for responses that need a separate pack
         alone = self.responses_per_prompt * float(self._exceeds_pack.mean())
-        room = max(1, self.max_tokens - self.lengths.prompt_tokens)
+        room = max(1, self.max_tokens - self.lengths.prompt_tokens)  # response tokens of a pack
         packed_tokens = self.responses_per_prompt * float((self.lengths.responses * ~self._exceeds_pack).mean())
         return min(float(self.responses_per_prompt), alone + ceil(packed_tokens / room))
 
@@ -155,7 +156,7 @@ class StepWorkload:
 
     @cached_property
     def packs(self) -> float:
-        """Smallest number of micro-batches of one pass, over all replicas."""
+        """Lower bound for the number of micro-batches of one pass, summed over all replicas. It may be a fraction."""
         alone = self.responses * float(self._exceeds_pack.mean())
         sequences = self.lengths.responses + self.lengths.prompt_tokens
         tokens_alone = self.responses * float((sequences * self._exceeds_pack).mean())

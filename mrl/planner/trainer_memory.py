@@ -29,7 +29,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import MERGED_ELEMENTS
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
-MXFP8_GROUP = 32  # numbers with one scale of one byte
+MXFP8_GROUP = 32  # numbers that share one scale of one byte
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class TrainerSettings:
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
-    sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens; False: only divergences
+    # whether gradients flow through log-probabilities of sampled tokens; False: only divergences
+    sampled_gradient: bool = True
     entropy: bool = False  # whether the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
@@ -170,7 +171,7 @@ def _rank_memory(
     index: int,
     stage: list[VirtualStage],
 ) -> TrainerRankMemory:
-    """Return the memory of one stage. `batches`: the largest micro-batches with and without gradients."""
+    """Return the memory of pipeline stage `index`. `batches`: the largest micro-batches with and without gradients."""
     batch, forward_batch = batches
     adapters = Adapters(settings.adapters, shape.num_experts // dims.ep) if settings.adapters else None
     state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trains_weights)
@@ -210,8 +211,9 @@ def _fp8_bytes(
 ) -> int:
     """Return the bytes of copies of weights in FP8.
 
-    A trained matrix has one copy for the forward pass and one copy for the backward pass. Other matrices have one copy. Scales
-    are counted only for mxfp8. The scales of other recipes have less than a thousandth of the bytes of the copies.
+    If the model is trained, or adapters of it are, each matrix has one copy for the forward pass and one copy for the backward
+    pass. Otherwise, each matrix has one copy. Scales are counted only for mxfp8. The scales of other recipes have less than a
+    thousandth of the bytes of the copies.
     """
     in_layers = [p for p in shape.parameters if p.location in ("layer", "expert")]
     matrices = [p for p in in_layers if ".linear_" in p.name and p.name.endswith(".weight")]
@@ -297,7 +299,7 @@ def _backward_bytes(
 
 
 def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, kind: LayerKind, trains_weights: bool) -> int:
-    """Return the bytes of gradients during the backward pass of the layer's MLP or experts, or of its only block.
+    """Return the bytes of gradients during the backward pass of a layer's MLP or experts, else of its attention or recurrence.
 
     The result includes the gradients of the activations inside this block, and the gradient of the input. Except for experts, the
     result also includes the gradients of weights, unless the weights are frozen.

@@ -1,11 +1,12 @@
-"""Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, exactly as Megatron allocates them.
+"""Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, as Megatron allocates them.
 
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
-parameters and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. A buffer is one
-bucket, but under pipeline parallelism each copy of a tied embedding has a bucket of its own, which divides the buffer. The number
-of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each rank
-stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main weights
-for these shards.
+parameters and one buffer for its experts. A buffer has the parameters in the reverse order of the modules, and every parameter
+begins at a multiple of 64 elements. A buffer is one bucket, except under pipeline parallelism with a tied embedding. Then each
+copy of the embedding is a bucket of its own, and the parameters before the copy and after the copy are further buckets. The
+number of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each
+rank stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main
+weights for these shards.
 
 If gradients are reduced during the backward pass (trainer.overlap_grad_reduce), the first stage has more buckets. Their padding,
 at most some hundred elements for each bucket of 40 million elements, is not counted.
@@ -55,7 +56,7 @@ class VirtualStage:
 class StateBytes:
     """Bytes that one trainer rank stores for a model between training steps."""
 
-    weights: int  # parameters in flat buffers, and the routers' correction biases and token counts
+    weights: int  # parameters, biases and token counts of routers, indexers, and a vision tower that is not trained
     gradients: int
     optimizer: int
 
@@ -101,8 +102,9 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
     """Return the number of layers of each virtual stage, as `[pp][vpp]`.
 
-    Raises ValueError if the layers cannot be divided evenly over the stages for which `uneven` sets no number of layers. Also
-    raises ValueError if `uneven` sets pipeline_model_parallel_layout, because mrl plan does not support this field.
+    Raises ValueError if the layers cannot be divided evenly over the stages for which `uneven` sets no number of layers, or if
+    parallel.vpp does not divide the layers of a stage. Also raises ValueError if `uneven` sets pipeline_model_parallel_layout,
+    because mrl plan does not support this field.
     """
     fields = {name: value for name, value in (uneven or {}).items() if name in UNEVEN_STAGE_FIELDS and value}
     if layout := fields.get("pipeline_model_parallel_layout"):
@@ -154,7 +156,7 @@ def state_of_rank(
     trained: bool = True,
     uneven: UnevenStages | None = None,
 ) -> StateBytes:
-    """Return the exact bytes of the state that `rank` stores. A model that is not trained has only weights.
+    """Return the bytes of the state that `rank` stores. A model that is not trained has only weights, without padding.
 
     `itemsize`: bytes of one element of a model weight.
     """
@@ -182,23 +184,24 @@ def _buckets(
     rank's shard).
     """
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
-    coords, replicas = dims.coords(rank), dims.dp * dims.cp
-    shared = [_shared_numel(shape, dims, virtual, head)]
+    coords, replicas = dims.coords(rank), dims.dp * dims.cp  # replicas: number of ranks with the same dense parameters
+    shared = [_tied_embedding_numel(shape, dims, virtual, head)]  # size of the copy of a tied embedding
     parts = [dense]
     if any(shared):
-        # The embedding is the first parameter of the model. Only the parameters of MTP layers come after its copy.
+        # On the first stage, the embedding is the first parameter. On the last stage, the copy is the weight of the output layer,
+        # and only the parameters of MTP layers come after it.
         copy = 0 if virtual.is_first else len(dense) - 1 - len(_mtp_sizes(shape, dims.tp, "layer"))
         parts = [shared, dense[copy + 1 :], dense[:copy]]
     for part in parts:
         if part:
-            yield part[::-1], replicas, coords.dp * dims.cp + coords.cp
+            yield part[::-1], replicas, coords.dp * dims.cp + coords.cp  # flat buffers have the reverse order
     if experts:
         ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
         yield experts[::-1], expert_replicas(dims), rank_in_stage // ranks_per_copy
 
 
-def _shared_numel(shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind) -> int:
+def _tied_embedding_numel(shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind) -> int:
     """Return the number of elements in this virtual stage's copy of a tied embedding. Megatron makes a bucket for each copy.
 
     If the virtual stage has no such copy, return 0.
@@ -257,7 +260,7 @@ def _mtp_sizes(shape: ModelShape, ranks: int, location: str, layers: int | None 
 
 
 def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of weights outside the flat buffers: of routers, indexers, and a vision tower that is not trained."""
+    """Return the bytes of weights outside the flat buffers: torch buffers of routers, indexers, and a frozen vision tower."""
     of_indexers = _indexer_bytes(shape, shape.kinds[virtual.first : virtual.first + virtual.layers], itemsize)
     frozen = virtual.is_first * shape.frozen_weights * itemsize
     return _module_buffer_bytes(shape, virtual, itemsize) + of_indexers + frozen
@@ -337,15 +340,16 @@ def buffer_numel(
 def largest_state(
     shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """Return an upper bound for the state of every rank of one pipeline stage. The closed formula is fast.
+    """Return an upper bound for the state of every rank of one pipeline stage, from a closed formula, which is fast.
 
-    The bound equals the largest `state_of_rank` of the stage if padding elements are assumed to have optimizer state, too.
+    For a trained model, the bound is the largest `state_of_rank` of the stage, if padding elements are assumed to have optimizer
+    state, too. For a model that is not trained, the bound also includes the padding between parameters.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:
         dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
         weights += _other_weight_bytes(shape, virtual, itemsize)
-        shared, replicas_of_dense = _padded(_shared_numel(shape, dims, virtual, head)), dims.dp * dims.cp
+        shared, replicas_of_dense = _padded(_tied_embedding_numel(shape, dims, virtual, head)), dims.dp * dims.cp
         mtp = sum(map(_padded, _mtp_sizes(shape, dims.tp, "layer"))) if shared and virtual.is_last else 0
         buckets = (
             (shared, replicas_of_dense),

@@ -96,7 +96,7 @@ class TrainerTime:
         layout = self.layout
         # A replica trains on at least one whole sequence, because a sequence is not divided over replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
-        multiple = layout.pp if layout.vpp > 1 else 1
+        multiple = layout.pp if layout.vpp > 1 else 1  # the interleaved schedule needs a multiple of pp micro-batches
         count = np.ceil(np.ceil(tokens * work.packs / work.tokens) / multiple) * multiple
         stages = self._micro_batch(tokens / count, work.sum_of_squared_lengths / work.tokens, backward)
         totals = np.array([sum(stage.values()) for stage in stages])  # [stages, R]
@@ -142,7 +142,8 @@ class TrainerTime:
         macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True)
         macs += is_last * ((1 + mtp) * shape.output_macs + mtp * 2 * shape.hidden**2)
         expert = shape.parameters_per_expert
-        local_experts = shape.num_experts / layout.ep * expert / layout.etp  # parameters of one layer on one GPU
+        # parameters of a layer's experts on one GPU
+        local_experts = shape.num_experts / layout.ep * expert / layout.etp
         expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
@@ -207,7 +208,7 @@ class TrainerTime:
         return ranks, layout.tp * ranks / (layout.ep * layout.etp)
 
     def state_bytes(self, replicas: IntArray) -> FloatArray:
-        """Return [R] the bytes of weights and optimizer state on one GPU, which trainers on shared GPUs offload and load."""
+        """Return the bytes [R] of weights and optimizer state on one GPU, which trainers on shared GPUs offload and load."""
         optimizer = optimizer_bytes_per_parameter(WEIGHT_BYTES)
         parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
         return np.sum([parameters * (WEIGHT_BYTES + optimizer / copies) for parameters, copies in parts], axis=0)

@@ -15,7 +15,7 @@ from mrl.rewards.sandbox import Reason, SandboxLimits, SandboxResult, require_sa
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)  # Python code
 _TEST_CASE_FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function, or {"asserts": [...]}'
 
 
@@ -74,7 +74,7 @@ class FunctionTestCase:
     result, because some data sets wrap the result in a list.
     """
 
-    function: str
+    function: str  # name
     arguments: list[Any]
     expected: Any
     stdin: str = ""

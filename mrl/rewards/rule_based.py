@@ -30,7 +30,7 @@ class ExactMatch:
 class GSM8K:
     """Gives the score 1 if the final number of the response equals the ground truth, else 0.
 
-    The final number is the last number after `####`. With `strict=False`, if a response has no `####`, the final number is
+    The final number is the last number that directly follows a `####`. With `strict=False`, if no number follows `####`, it is
     the last number of the response.
     """
 
@@ -245,7 +245,7 @@ class Format:
         return not (outside + text).strip()
 
 
-_SHAPES: dict[str, Callable[[float], float]] = {
+_SHAPES: dict[str, Callable[[float], float]] = {  # shape -> function (length / max_tokens) -> score
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
 }

@@ -48,7 +48,7 @@ _CHECK_INTERVAL_S = 0.02  # seconds between two checks of the limits
 _PF_EXITING = 0x4  # flag of an exiting thread in /proc/PID/stat
 _MIN_MEMORY_BYTES = 64 << 20  # memory that the interpreter needs to start
 _START_LIMIT_S = 30.0  # seconds in which the interpreter must start and restrict itself; long enough for a busy machine
-_SYSTEM_PATHS = (
+_SYSTEM_PATHS = (  # paths that programs may read
     "/lib",
     "/lib64",
     "/usr/lib",
@@ -57,7 +57,7 @@ _SYSTEM_PATHS = (
     "/etc/localtime",
     "/usr/share/zoneinfo",
 )
-_DEVICE_FILES = ("/dev/urandom", "/dev/random", "/dev/zero")
+_DEVICE_FILES = ("/dev/urandom", "/dev/random", "/dev/zero")  # also readable
 
 
 @dataclass(frozen=True)

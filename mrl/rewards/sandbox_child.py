@@ -30,7 +30,7 @@ _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 1
 # Rights in the temporary folder: they allow plain files, but no subfolders.
 _WORK_RIGHTS = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 22, 38, 9
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 22, 38, 9  # options of prctl, and a signal
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,13 +43,14 @@ def _require_success(result: int, what: str) -> int:
 
 def landlock_abi() -> int:
     """Return the ABI version of Landlock in the running kernel, or 0 if there is no Landlock."""
-    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))  # 1: only ask for the version
 
 
 def seccomp_works() -> bool:
     """Return whether the kernel supports seccomp filters that kill the process."""
     call_numbers = {"x86_64": 317, "aarch64": 277}  # machine -> number of the system call seccomp
     action = ctypes.c_uint32(0x80000000)  # SECCOMP_RET_KILL_PROCESS
+    # 2: SECCOMP_GET_ACTION_AVAIL
     return _libc.syscall(call_numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
 
 
@@ -59,7 +60,7 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
     except FileNotFoundError:
         return
     rule = struct.pack("=Qi", rights, beneath)
-    _require_success(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+    _require_success(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")  # 1: rule for a path
     os.close(beneath)
 
 
@@ -107,7 +108,7 @@ def limit_resources(limits: dict[str, int]) -> None:
 
 def drop_capabilities() -> None:
     """Drop all capabilities, so that root has only the file permissions of its user id."""
-    header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; empty sets
     _require_success(_libc.capset(header, nothing), "capset")
 
 
@@ -117,7 +118,7 @@ def restrict_system_calls(code: bytes, own_pid_offsets: tuple[int, ...]) -> None
     for offset in own_pid_offsets:
         struct.pack_into("I", buffer, offset, os.getpid())
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
-    _require_success(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+    _require_success(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")  # 2: SECCOMP_MODE_FILTER
 
 
 def restrict_process(config: dict) -> None:

@@ -47,7 +47,7 @@ FIRST_UNKNOWN = 424
 use older calls: for example, the C library creates threads with clone instead of clone3."""
 
 OWN_PID = -1  # stands in RULES for the program's own process id, which is unknown before the process starts
-_ALL = 0xFFFFFFFF
+_ALL = 0xFFFFFFFF  # mask of all 32 bits
 _AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, os.O_NONBLOCK | os.O_CLOEXEC
 _MAP_HUGETLB = 0x40000
 _OPEN_MODES = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
@@ -100,7 +100,7 @@ class CallRule:
     conditions: tuple[ArgumentCondition, ...]
 
 
-RULES = (
+RULES = (  # further calls, most of them only with some arguments
     CallRule("open", (2, None), (ArgumentCondition(1, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule("openat", (257, 56), (ArgumentCondition(2, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule(

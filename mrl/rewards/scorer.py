@@ -377,7 +377,7 @@ def _score_in_smaller_batches(
 ) -> list[Score]:
     """Score the responses in the batches that the first key defines.
 
-    Split each failed batch by the next key, and score the parts.
+    Split each failed batch by the next key, and score the parts. `run` calls the reward once for each batch.
     """
     scores: dict[int, Score] = {}
     unscored = list(range(len(responses)))  # indices of the responses without a score

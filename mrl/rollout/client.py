@@ -371,7 +371,7 @@ class EngineClient(EngineControl):
         input_ids: Sequence[Sequence[int]],
         images: Sequence[RequestImages | None],
     ) -> None:
-        """Raise EngineError if SGLang has read another number of tokens of a prompt with images than the trainer will read."""
+        """Raise EngineError if a prompt with images has more or fewer tokens in SGLang than in the trainer."""
         for answer, prompt, files in zip(answers, input_ids, images or [None] * len(input_ids), strict=True):
             if files and (found := answer["meta_info"]["prompt_tokens"]) != len(prompt):
                 raise EngineError(
@@ -384,7 +384,7 @@ class EngineClient(EngineControl):
     ) -> Completion:
         """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
-        # A running request keeps its adapters, even if the server reports a newer weight version in the meantime.
+        # A request keeps its adapters until it ends. So their version counts, even if the server already reports a newer one.
         if adapter is not None:
             info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first

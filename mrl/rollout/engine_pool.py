@@ -5,9 +5,9 @@ An engine has failed if its processes have ended, if it takes no connections, or
 scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow engine still computes, so it has not
 failed. Another engine samples the pending responses of a failed engine.
 
-`open_session` chooses the engine for `generate`, `converse` and `forward`: the engine with the fewest failed requests in a row
-and, among several such engines, the one with the least expected work. `generate_all` and `converse_all` get all prompts
-at once, and divide them evenly among the engines.
+`open_session` chooses the engine for `generate`, `generate_multi_turn` and `forward`: the engine with the fewest failed requests
+in a row and, among several such engines, the one with the least expected work. `generate_all` and `generate_multi_turn_all` get
+all prompts at once, and divide them evenly among the engines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tenacity import (
 )
 
 from mrl.data.images import RequestImages
-from mrl.rollout.agents.tool_agent import BoundToolAgent, ConcurrencyLimits, GenerateTurn, run_conversations
+from mrl.rollout.agents.tool_agent import BoundToolAgent, ConcurrencyLimits, GenerateTurn, generate_multi_turn_responses
 from mrl.rollout.client import (
     Completion,
     EngineClient,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -72,7 +72,7 @@ class PooledEngine:
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
     log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
-    expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
+    expected_work: float = 0.0  # of the pending requests, in tokens if the caller estimates them, else in responses
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
@@ -92,7 +92,7 @@ type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutin
 class StickySession:
     """Keeps all turns of a response on the same engine, because this engine caches the earlier turns.
 
-    If a request fails, EnginePool._send chooses the engine of the session again.
+    If a request fails, the session gets the engine that EnginePool._least_busy then returns.
     """
 
     engine: PooledEngine
@@ -102,7 +102,8 @@ class EnginePool:
     """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces engines that fail.
 
     External servers are not replaced, because they may recover. A new engine, or an external server that has recovered, is in
-    service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it.
+    service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it. If
+    the engine uses LoRA adapters, it is in service only after this push and `set_adapter`.
     """
 
     def __init__(self, spec: PoolSettings) -> None:
@@ -118,16 +119,16 @@ class EnginePool:
         self._heartbeat_interval_s = min(MAX_HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
         self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}  # the running `_check_heartbeat` of each engine
         self._replacements: set[asyncio.Task[None]] = set()  # running replacements of failed servers
-        self._limits: ConcurrencyLimits | None = None  # set by `converse`, for multi-turn responses only
+        self._limits: ConcurrencyLimits | None = None  # set by `generate_multi_turn`, for multi-turn responses only
         self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retried responses: in all, at the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: so far, and until the last `take_metrics`
 
     @property
     def paused(self) -> bool:
-        """Whether the driver has paused the engines. `_check_heartbeat` ignores paused engines."""
+        """Whether the driver has paused the engines. `_check_heartbeat` then checks only that their processes run."""
         return self._paused
 
     @paused.setter
@@ -141,7 +142,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait for all engines, as EngineServers.wait_ready does, and put them in service. Returns the URLs of all engines."""
+        """Wait for all engines, as EngineServers.wait_ready does, and let the pool use them. Returns the URLs of all engines."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -162,7 +163,7 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. An engine that stays in service keeps its pending requests."""
+        """Let the pool use exactly these engines. An engine that the pool used before keeps its pending requests."""
         if self._http is None and engines:
             # aiohttp needs a tenth of the CPU time of httpx. It is imported here because the import takes 0.5 s.
             import aiohttp
@@ -273,7 +274,7 @@ class EnginePool:
         while True:
             if not session.engine.in_service:
                 session.engine = self._least_busy()
-            engine, pauses_before = session.engine, self._num_pauses - self._paused
+            engine, num_ended_pauses = session.engine, self._num_pauses - self._paused
             task = asyncio.create_task(request(engine.client, self._http))
             engine.requests.add(task)
             engine.pending += count
@@ -287,7 +288,7 @@ class EnginePool:
                 self._take_out_of_service(engine, str(error), cancel=False)
                 continue  # not a failed attempt, because the engine did not get the request
             except EngineFaultError as fault:
-                if isinstance(fault, ResponsesAbortedError) and self._num_pauses > pauses_before:
+                if isinstance(fault, ResponsesAbortedError) and self._num_pauses > num_ended_pauses:
                     await asyncio.sleep(FIRST_RETRY_PAUSE_LIMIT_S)
                     continue  # not a failed attempt, because the engine ended the request on purpose
                 self._count_fault(engine, fault)
@@ -351,7 +352,7 @@ class EnginePool:
         self._replacements.add(replacement)
         replacement.add_done_callback(self._replacements.discard)
 
-    async def converse(
+    async def generate_multi_turn(
         self,
         bound_agent: BoundToolAgent,
         numbers: Sequence[int],
@@ -374,7 +375,7 @@ class EnginePool:
             return generate_turn
 
         self._limits = self._limits or ConcurrencyLimits(bound_agent.agent)
-        return await run_conversations(bound_agent, generate_turn_of, prompts, sampling, self._limits)
+        return await generate_multi_turn_responses(bound_agent, generate_turn_of, prompts, sampling, self._limits)
 
     def generate_all(
         self,
@@ -404,14 +405,14 @@ class EnginePool:
 
         return self._wait(run())
 
-    def converse_all(
+    def generate_multi_turn_all(
         self,
         bound_agent: BoundToolAgent,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
     ) -> list[Trajectory]:
-        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses.
+        """Sample like `generate_multi_turn`, but spread the prompts evenly over the engines, and wait for the responses.
 
         In `cache`, the index of a prompt is the serial number of its response.
         """
@@ -419,7 +420,7 @@ class EnginePool:
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
             sessions = [StickySession(engines[index * len(engines) // count]) for index in range(count)]
-            return await self.converse(bound_agent, range(count), prompts, sampling, cache, sessions)
+            return await self.generate_multi_turn(bound_agent, range(count), prompts, sampling, cache, sessions)
 
         return self._wait(run())
 
@@ -469,7 +470,7 @@ class EnginePool:
     def close(self) -> None:
         """End every engine that this pool started."""
         if self._http is not None:
-            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then kills the engine
+            with suppress(TimeoutError):  # server_supervisor.py kills a failed engine that hangs while it ends
                 self.submit(self._close_requests()).result(CLOSE_TIMEOUT_S)
         self._loop.close()
         self._servers.stop()

@@ -230,7 +230,7 @@ class RolloutManager:
         advantage: Advantage | None = None,
         loss: Loss | None = None,
     ) -> AdvantageResult:
-        """Compute the advantages of the last generated groups, and the columns that the losses need.
+        """Compute the advantages of the groups that `generate` has returned last, and the columns that the losses need.
 
         Args:
             columns: name of a column -> handles of its parts; each replica computed one part.
@@ -243,9 +243,10 @@ class RolloutManager:
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 
     def begin_writing_samples(self, step: int) -> Callable[[], None]:
-        """Begin to write samples of the last generated groups to samples.jsonl, with the columns that `estimate` computed.
+        """Begin to write samples of the newest groups to samples.jsonl, with the columns that `estimate` has computed for them.
 
-        Returns a function that waits until the samples are written. Does not call the worker if the run keeps no samples.
+        The newest groups are those that `generate` has returned last. Returns a function that waits until the samples are
+        written. Does not call the worker if the run keeps no samples.
         """
         if not self.worker.spec.samples_per_step:
             return lambda: None

@@ -1,7 +1,7 @@
 """Metrics of scored responses: of the groups that were sampled for a step, and of the responses to held-out prompts.
 
-The module chooses the sampled groups on which a step trains, computes their metrics, and measures the bias towards short
-responses. For the evaluation on held-out prompts, it describes how each held-out set is sampled.
+The module chooses the sampled groups on which a step trains, computes the metrics of all sampled groups, and measures the bias
+towards short responses. For the evaluation on held-out prompts, it describes how each held-out set is sampled.
 """
 
 import json
@@ -165,10 +165,10 @@ class LengthBias:
     length among the groups on which the same step trained.
     """
 
-    num_steps: int = 4  # number of last steps that are compared
+    num_steps: int = 4  # number of steps, up to the current step, that are compared
     # Serial number of a prompt request -> mean length of its group
     _lengths: dict[int, float] = field(default_factory=dict)
-    # For each of the last steps, the mean lengths of the groups on which the step trained
+    # For each of these steps, the mean lengths of the groups on which the step trained
     _trained: deque[list[float]] = field(default_factory=deque)
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:

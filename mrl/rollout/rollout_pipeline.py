@@ -131,7 +131,9 @@ class GroupSampler:
         session = self._engines.open_session()
         if self._bound_agent:
             sessions = [session] * len(prompts)
-            return await self._engines.converse(self._bound_agent, numbers, prompts, sampling, cache, sessions)
+            return await self._engines.generate_multi_turn(
+                self._bound_agent, numbers, prompts, sampling, cache, sessions
+            )
         completions = await self._engines.generate(
             numbers, prompts, sampling, cache, session, expected_work, images=images
         )
@@ -151,7 +153,7 @@ class GroupSampler:
         """
         sampling = self._seeded(params, response_ids)
         if self._bound_agent:
-            return self._engines.converse_all(self._bound_agent, prompts, sampling)
+            return self._engines.generate_multi_turn_all(self._bound_agent, prompts, sampling)
         completions = self._engines.generate_all(prompts, sampling, images=images)
         return [Trajectory.from_completion(completion) for completion in completions]
 

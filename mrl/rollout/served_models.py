@@ -37,15 +37,15 @@ class ServedModelError(RuntimeError):
 class ServedModels:
     """Starts the servers of all served models, replaces each server that ends, and tells rewards the URLs of the servers.
 
-    The weights of these models never change, so a new server is ready as soon as it answers. Until then, rewards repeat failed
-    requests on the other servers of the model. A request fails when its own deadline passes (`deadline_s` of the reward).
+    The weights of these models never change, so a new server is ready as soon as it answers. In the meantime, rewards repeat
+    failed requests on the other servers of the model, but only until the reward's own deadline (`deadline_s`) passes.
     """
 
     def __init__(self, groups: Sequence[ServerGroup], max_restarts: int) -> None:
         """Start all servers. Returns before they are ready. At most `max_restarts` servers of one model are replaced."""
         self._servers = {group.name: EngineServers(group) for group in groups}
         self._max_restarts = max_restarts
-        self._restarts = dict.fromkeys(self._servers, 0)
+        self._restarts = dict.fromkeys(self._servers, 0)  # name of a model -> number of its servers that have ended
         self._lost: str | None = None  # why a model is lost; None: all models are served
         self._announced: dict[str, set[str]] = {}  # name -> URLs that `set_servers` has told the rewards
         # Name of an offloaded model -> URLs of the servers that have released their device memory
@@ -205,6 +205,7 @@ def top_k_of_rows(
             calls.append(pool.submit(_top_k_of_row, urls, number, block.tokens[start:end], positions, k, deadline))
         answers = [_no_top_k(k), *(call.result() for call in calls)]
     logprobs, ids = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
+    # [n, 1] probability of all other tokens together. Because of rounding errors, the difference could be 0 or negative.
     rest = np.maximum(1 - np.exp(logprobs, dtype=np.float64).sum(1, keepdims=True), MIN_REST_PROB)
     return {"top_logprobs": np.concatenate([logprobs, np.log(rest)], 1).astype(np.float32), "top_ids": ids}
 

@@ -235,7 +235,7 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
     greedy = [group.greedy.value for group in groups for _ in group.samples if group.greedy is not None]
-    names = dict.fromkeys(name for score in scores for name in score.terms)
+    names = dict.fromkeys(name for score in scores for name in score.terms)  # names of the parts of the reward
     columns = control_columns(groups)
     return ScoredBatch(
         rewards=np.array([score.value for score in scores], np.float64),

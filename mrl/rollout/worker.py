@@ -427,7 +427,8 @@ class RolloutWorker:
     def evaluate(self, index: int, step: int) -> Metrics:
         """Sample and score the held-out prompts of `spec.evaluations[index]`. Returns the metrics eval/*.
 
-        Returns an empty dict if there is no engine, or if no response could be scored. `step`: number of finished steps.
+        Returns {} if there are no held-out prompts or no engines, or if no response could be scored. `step`: number of finished
+        steps.
         """
         if self.test is None or not self.engines.urls:
             return {}

@@ -103,7 +103,8 @@ class OptunaSweeper(GridSweeper):
 class PointProposer:
     """Proposes points with Optuna (tree-structured Parzen estimator).
 
-    Optuna stores its trials in the sweep's folder, so that a continued sweep knows the metrics of earlier points.
+    Optuna stores its trials (the proposed points) in the sweep's folder, so that a continued sweep knows the metrics of
+    earlier points.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class PointProposer:
         num_trials = len(self._study.get_trials(deepcopy=False))
         # The seed depends on the number of trials, so that a continued study does not repeat its proposals.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + num_trials)
-        # Optuna ranks trials in the state PRUNED below all trials with a value. It ignores trials in the state FAIL.
+        # Failed points get the state PRUNED, because Optuna ranks such trials below all trials with a value. Optuna would ignore
+        # trials in the state FAIL.
         self._failed = optuna.trial.TrialState.PRUNED
 
     def propose(self, index: int) -> Point:

@@ -58,7 +58,7 @@ class TrackedRun:
     """The data of a run that a tracker needs in addition to the metrics."""
 
     folder: Path  # the run directory
-    project: str
+    project: str  # in MLflow, the experiment
     name: str
     group: str | None = None
     entity: str | None = None  # user or team that owns the run; only wandb uses this field

@@ -190,7 +190,7 @@ class Startup:
 
     def _repeat(self) -> None:
         while not self._closed.is_set():
-            if self._printed.wait(self._every_s):
+            if self._printed.wait(self._every_s):  # a line was printed, so wait again
                 self._printed.clear()
             elif not self._closed.is_set():
                 self._print(f"waiting for {self._waiting_for} ({self._seconds()} since the start)")

@@ -2,8 +2,8 @@
 
 `RULES` lists the problems. A rule reads the metrics of one step, of the first steps and of the best earlier step. A problem is
 reported once, after it has been present for several consecutive steps. The report contains the measured values and the config
-keys to change. At the end of the run, the number of steps with each problem is reported. docs/how_to/learning.md describes each
-problem.
+keys to change. At the end of the run, the health check says how many steps had each reported problem. docs/how_to/learning.md
+describes each problem.
 """
 
 import math
@@ -26,7 +26,7 @@ MIN_FAILED_FRACTION = 0.05  # smallest fraction of responses without a score tha
 ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
 # The mean difference of log-probabilities is a problem if it exceeds both of these limits:
 MISMATCH_NATS = 0.05  # absolute limit
-MISMATCH_GROWTH = 5.0  # limit relative to the first steps
+MISMATCH_GROWTH = 5.0  # limit as a multiple of the mean difference in the first steps
 GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times the norm of the first steps has exploded
 # The mean reward has collapsed if its fall since the best step exceeds both of these limits:
 REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step
@@ -49,7 +49,7 @@ class LearningSettings:
 
 @dataclass(frozen=True)
 class StepView:
-    """The input of a rule: the settings, and the metrics of one step, of the first trained steps and of the best earlier step."""
+    """The input of a rule: the settings, and the metrics of one step, of the first steps and of the best earlier step."""
 
     now: Metrics
     first: Sequence[Metrics]  # at most BASELINE_STEPS steps; each trained the actor

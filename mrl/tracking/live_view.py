@@ -50,8 +50,9 @@ SERIES = {
 CLOCK_STEP_S = 1.0  # two changes of a folder within this time may get the same modification time
 OTHER_LINES = 18  # number of lines of a frame outside the table of processes
 MIN_PROCESSES = 4  # number of processes that even a small terminal shows
-BLOCKS = "▁▂▃▄▅▆▇█"
+BLOCKS = "▁▂▃▄▅▆▇█"  # characters of a sparkline, from the lowest to the highest value
 REMOTE, RUNNING = "remote", "running"  # states of a process in addition to DEAD and STOPPED
+# A warning or an error in the log. Groups: time, level, text.
 _PROBLEM = re.compile(r"^\[\d+-\d+-\d+ ([\d:]+),\d+\]\[[^]]*\]\[(WARNING|ERROR|CRITICAL)\] - (.*)")
 
 
@@ -66,7 +67,7 @@ class ProcessView:
     pid: int
     state: str  # RUNNING, REMOTE, DEAD or a value of STOPPED
     activity: str = ""  # oldest activity that the process has not finished; "" if it has none
-    other_activities: int = 0
+    other_activities: int = 0  # number of further unfinished activities
     activity_s: float | None = None  # how long the activity has lasted; None for a dead process
     use: Use | None = None  # None for a process of another host
     load: EngineLoad | None = None  # load of an engine; None for other processes
@@ -95,25 +96,25 @@ class RunView:
     name: str
     folder: str
     host: str  # name of this host
-    state: str
+    state: str  # see `_state`
     step: int  # number of finished steps
     num_steps: int | None  # None if the config cannot be read
     sft_step: int  # number of finished steps of the warm start; 0 without a warm start, or after it
-    elapsed_s: float | None
+    elapsed_s: float | None  # see LiveRun._elapsed_s
     remaining_s: float | None
-    now: list[str]
+    now: list[str]  # lines about what the processes do now; see `_now`
     processes: list[ProcessView]
     gpus: list[GpuUse]
     metrics: dict[str, float]  # of the last step
     series: dict[str, list[float]]  # metric -> its values in the last SHOWN_STEPS steps
-    problems: list[str]
+    problems: list[str]  # last warnings and errors
 
 
 class _CachedTail:
     """The last lines of files. A file is read again only after it has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int, int], list[bytes]]] = {}
+        self._known: dict[Path, tuple[tuple[int, int, int], list[bytes]]] = {}  # file -> (its stat values, its lines)
 
     def lines(self, path: Path) -> list[bytes]:
         """Return the lines in the last TAIL_BYTES of a file; [] if it cannot be read. The first line may be cut."""
@@ -279,7 +280,11 @@ def _state(
     processes: Sequence[ProcessView],
     has_steps: bool,
 ) -> str:
-    """Return the state of the run: "starting", "running", an outcome of starts.jsonl, or a note that no process runs here."""
+    """Return the state of the run: "starting", "running", an outcome of starts.jsonl, or a note that no process runs here.
+
+    `events`: lines of starts.jsonl. `driver`: pid of the process that locks the run directory. `started_at`: time at which
+    run.json was written.
+    """
     last = events[-1] if events else {}
     is_new = driver is not None and (started_at or 0) > (
         last.get("time") or 0

@@ -21,26 +21,26 @@ PROC = Path("/proc")
 # Layout of the file in which an SGLang scheduler publishes its load: sglang.srt.managers.load_snapshot
 LOAD_HEADER = struct.Struct("<4sHHI")  # magic, version, number of schedulers, bytes of a slot
 LOAD_LENGTH = struct.Struct("<I")  # bytes of the content of a slot
-LOAD_MAGIC, LOAD_VERSION = b"SLNS", 2
+LOAD_MAGIC, LOAD_VERSION = b"SLNS", 2  # first two fields of LOAD_HEADER
 MAX_NVML_PROCESSES = 256  # at most this number of processes is read for a GPU
 
 
 @dataclass(frozen=True)
-class ProcessTimes:
+class ProcessStat:
     """State, CPU time and memory of one process."""
 
     letter: str  # state in /proc/PID/stat, such as R or Z
     started: int  # clock ticks since boot
-    cpu_s: float
-    rss_bytes: int
+    cpu_s: float  # user and system time of all threads
+    rss_bytes: int  # resident memory
 
 
-def read_process(pid: int) -> ProcessTimes | None:
-    """Return the times of a process of this host; None if there is no such process."""
+def read_process(pid: int) -> ProcessStat | None:
+    """Return state, CPU time and memory of a process of this host; None if there is no such process."""
     with suppress(OSError, ValueError, IndexError):
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return ProcessTimes(fields[0], int(fields[19]), seconds, int(fields[21]) * mmap.PAGESIZE)
+        return ProcessStat(fields[0], int(fields[19]), seconds, int(fields[21]) * mmap.PAGESIZE)
     return None
 
 
@@ -84,9 +84,9 @@ class Use:
     """What one registered process uses. The use of an engine includes that of its child processes."""
 
     cpu_percent: float | None  # 100 is one core; None before the second measurement
-    rss_bytes: int
+    rss_bytes: int  # resident memory
     gpus: tuple[int, ...] = ()  # indices of the GPUs on which the process has memory
-    gpu_bytes: int = 0
+    gpu_bytes: int = 0  # memory on these GPUs together
 
 
 class UseMeter:
@@ -97,7 +97,10 @@ class UseMeter:
         self._families: dict[int, tuple[float, list[int]]] = {}  # pid -> (time of the search, pids of the descendants)
 
     def measure(self, pid: int, gpu_memory: dict[int, dict[int, int]], *, with_children: bool) -> Use | None:
-        """Return the use of a process; None if it has ended. `gpu_memory`: pid -> GPU -> bytes."""
+        """Return the use of a process; None if it has ended. `with_children`: add the use of its descendants.
+
+        `gpu_memory`: pid -> index of a GPU -> bytes.
+        """
         members = [pid, *self._descendants(pid)] if with_children else [pid]
         found = {member: times for member in members if (times := read_process(member)) is not None}
         if pid not in found:
@@ -130,7 +133,10 @@ class EngineLoad:
 
 
 def read_engine_load(pid: int) -> EngineLoad | None:
-    """Return the load that an engine publishes; None if it publishes none. `pid`: server process of the engine."""
+    """Return the load that an engine publishes; None if it publishes none. `pid`: server process of the engine.
+
+    The file `shared_memory` in the engine's scratch folder lists the files in which the schedulers publish their loads.
+    """
     loads = []
     with suppress(OSError, ValueError):
         variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")

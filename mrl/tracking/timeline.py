@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("driver", "rollout", "engine", "actor", "critic", "teacher")
 """Order of the processes in the merged file. Processes with other roles, such as `reference`, come last."""
-MAIN_THREAD = "main"
+MAIN_THREAD = "main"  # thread of a span that names no thread
 MICROSECONDS = 1e6  # in a second
 
 
@@ -37,7 +37,7 @@ class Span:
     start: float  # seconds since 1970
     seconds: float
     step: int  # training step; 0: before the first step
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)  # further values, such as tokens
     thread: str = MAIN_THREAD
 
     @property
@@ -90,7 +90,7 @@ def read_timeline(run_dir: Path, steps: range | None = None) -> list[ProcessTime
 def _read_file(path: Path) -> ProcessTimeline | None:
     """Read the file of one process. Lines that a killed process left incomplete are skipped."""
     timeline: ProcessTimeline | None = None
-    new: list[Span] = []  # spans of the last process in the file
+    new: list[Span] = []  # spans of the process whose header came last
     for line in path.read_bytes().splitlines():
         try:
             values = orjson.loads(line)
@@ -102,7 +102,7 @@ def _read_file(path: Path) -> ProcessTimeline | None:
             timeline, new = ProcessTimeline(**known, spans=old, dropped=timeline.dropped if timeline else 0), []
         elif timeline is not None and "dropped" in values:
             timeline.dropped += values["dropped"]
-        elif "repeats" in values:
+        elif "repeats" in values:  # the process begins this step again
             new = [span for span in new if span.step < values["repeats"]]
         elif "kind" in values:
             new.append(Span(**values))
@@ -153,8 +153,9 @@ def _metadata(event: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 def _rows_of(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of a process in the trace, as (name, spans). The main thread comes first.
 
-    The format requires that two spans of a row either nest or do not overlap. The requests of an event loop overlap, and so does
-    work in the background. A thread with such spans gets several rows.
+    The format requires that two spans of a row either nest or do not overlap. Requests of an event loop overlap, and so does
+    work in the background. The requests of all threads are therefore in rows of their own (requests, requests 2, ...), and so is
+    the work in the background of all threads.
     """
     rows: dict[str, list[_Row]] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.seconds)):
@@ -175,7 +176,7 @@ class _Row:
     open_ends: list[float]  # ends of the spans that may contain the next span, innermost last
 
     def add(self, span: Span) -> bool:
-        """Add a span if all spans of the row that overlap the new span also contain it. Returns whether the span was added."""
+        """Add the span, unless it partly overlaps a span of the row. Returns whether the span was added."""
         while self.open_ends and self.open_ends[-1] <= span.start:
             self.open_ends.pop()
         if self.open_ends and span.end > self.open_ends[-1]:
@@ -232,7 +233,10 @@ def _only_steps(timeline: ProcessTimeline, steps: Iterable[int]) -> ProcessTimel
 
 
 def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Span]) -> list[str]:
-    """Say how long engines compute in the rollout, how many tokens they sample, and how long last requests and rewards take."""
+    """Say how much of the rollout's time the engines, the tail and rewards take, and how many tokens are sampled.
+
+    `phases`: the driver's spans of the rollout. The tail begins when half of a step's requests have ended.
+    """
     intervals, found = [(span.start, span.end) for span in phases], []
     total = sum(span.seconds for span in phases)
     engines = [timeline for timeline in timelines if timeline.role == "engine" and timeline.of_kind("engine_batch")]
@@ -372,7 +376,10 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say how long trainer ranks send buckets and wait for engines in the weight sync: the longest time of any rank."""
+    """Say for which part of the weight sync a rank sends at most, and for which part a rank waits for engines at most.
+
+    `total_s`: seconds of the weight syncs of all steps.
+    """
     senders = [
         [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]
         for timeline in timelines
@@ -385,8 +392,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"In the weight sync, the rank that sends longest sends for {percent(sending / total_s)} of the phase; the rank that "
-        f"waits longest for engines waits for {percent(waiting / total_s)}."
+        f"The rank that sends longest sends during {percent(sending / total_s)} of the weight sync. The rank that waits longest "
+        f"for engines waits during {percent(waiting / total_s)}."
     ]
 
 

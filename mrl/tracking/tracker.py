@@ -103,7 +103,7 @@ class JsonlSink:
 
 Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
-HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")
+HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")  # mean rewards of all held-out prompts
 STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
 """(color, marker) of each curve of a held-out reward. The picture has at most one such curve for each entry."""
 
@@ -163,7 +163,10 @@ class CurveSink:
 
 
 def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metric: str, title: str = "") -> None:
-    """Write a PNG of `values` over the steps, raw and smoothed, with the rewards on held-out prompts on the same axis."""
+    """Write a PNG of `values` over the steps, raw and smoothed, with the rewards on held-out prompts on the same axis.
+
+    `held_out`: metric eval/* -> its points.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -31,9 +31,9 @@ UNLOAD_FRACTION = 0.5  # an engine may use this fraction of weight_sync.timeout_
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 GatherAdapters = Callable[[Callable[[NamedTensors], SyncReport]], SyncReport | None]
-"""Function that gathers the matrices A and B, and passes them to its argument on rank 0, by their names in PEFT.
+"""Function that gathers the matrices A and B on rank 0. There it calls its argument with pairs (name in PEFT, matrix).
 
-All ranks call it. Rank 0 returns the result of the argument, the other ranks None.
+All ranks call the function. It returns the result of its argument on rank 0, and None on the other ranks.
 """
 
 
@@ -52,7 +52,7 @@ class AdapterSync:
         """Connect rank 0 to the engines. `model_path`: folder of the base model.
 
         Each push writes a subfolder of `folder`, which all engines must be able to read. Raises WeightSyncError on rank 0 if an
-        engine does not answer, and ValueError if engines have different devices, dtypes or topologies.
+        engine does not answer, and ValueError if engines have different devices, dtypes or parallel sizes.
         """
         self._folder, self._gather, self._lora, self._model_path, self._version = folder, gather, lora, model_path, -1
         self._coordinator: Coordinator | None = None
@@ -97,8 +97,8 @@ class AdapterSync:
     def _unload_old_adapters(self, engine: EngineControl) -> list[str]:
         """Unload the adapters that no request of this run can use any more. Returns the names of the other adapters.
 
-        A request uses the adapters that were the newest when it began (see `adapter_slots`). Raises EngineError if requests use
-        adapters that should be unloaded for longer than UNLOAD_FRACTION of the timeout.
+        A request uses the adapters that were the newest when it began (see `adapter_slots` in mrl.rollout.engines.server_args).
+        Raises EngineError if requests still use some of the old adapters after UNLOAD_FRACTION of the timeout.
         """
         deadline = time.monotonic() + UNLOAD_FRACTION * engine.timeout_s
         newest_first = sorted(engine.adapters(), key=push_number, reverse=True)

@@ -1,7 +1,7 @@
 """Control channel of a weight sync: a key-value store on trainer rank 0 that every sender and receiver can reach.
 
-It carries small values: the plan, bucket headers, acknowledgements, receipts and failures. The weights themselves travel through
-a transport (mrl/weight_sync/transports.py).
+The channel carries small values: the plan, bucket headers, acknowledgements, receipts and failures. The weights themselves travel
+through a transport (mrl/weight_sync/transports.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.collectives import open_tcp_store
 POLL_S = 0.5  # seconds; a rank that waits for another rank checks at this interval whether the other rank has failed
 SIGNATURE_BYTES = 32  # length of an HMAC-SHA-256
 RECEIVER_TIMEOUT_FACTOR = 3
-"""An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
+"""An engine rank waits for a bucket this many times as long as a sender waits for an acknowledgement.
 
 The reason is that the sender may have to wait for another engine before it sends the bucket."""
 

@@ -50,7 +50,7 @@ ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 def common_server_info(urls: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return the server info of the first engine. All engines have the same device, dtype and topology.
+    """Return the server info of the first engine. All engines have the same device, dtype and parallel sizes.
 
     Raises WeightSyncError if an engine does not answer, and ValueError if the engines differ.
     """
@@ -65,7 +65,7 @@ def common_server_info(urls: Sequence[str], timeout_s: float) -> dict[str, Any]:
         raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
     kinds = {(info["device"], info["dtype"], EngineParallelSizes.of(info)) for info in infos}
     if len(kinds) != 1:
-        raise ValueError(f"engines must have the same device, dtype and topology, got {kinds} from {list(urls)}.")
+        raise ValueError(f"engines must have the same device, dtype and parallel sizes, got {kinds} from {list(urls)}.")
     return infos[0]
 
 
@@ -85,8 +85,8 @@ class Coordinator:
     ) -> None:
         """Prepare the connections to the engines.
 
-        `join_channel` opens a connection to the control channel. It is None for a weight sync through the disk, which has no
-        control channel.
+        `tp`: number of ranks of each engine. `join_channel` opens a connection to the control channel. It is None for a weight
+        sync that has no control channel: through the disk, or of LoRA adapters.
         """
         self.engines = [EngineControl(url, timeout_s) for url in urls]
         self.tp, self.timeout_s, self.pause_mode = tp, timeout_s, pause_mode
@@ -114,7 +114,8 @@ class Coordinator:
     def begin_session(self, connection: dict[str, Any], with_draft: bool = False) -> dict[int, EngineRankInfo]:
         """Begin a session with every engine, and return what each engine rank reports about itself.
 
-        `with_draft`: whether the session also sends weights to the draft models of the engines.
+        `connection`: the arguments with which engine ranks call ControlChannel.join. `with_draft`: whether the session also sends
+        weights to the draft models of the engines.
 
         An earlier trainer may have died during a push and left an update session open in an engine. This method closes that
         update session. The engine stays paused until the next push. Raises WeightSyncError if an engine fails.
@@ -131,9 +132,9 @@ class Coordinator:
         return infos
 
     def check_plan(self) -> None:
-        """Have every engine read its part of the plan, and compare the destinations with the checkpoint that the engine loaded.
+        """Have every engine read its part of the plan, and compare the destinations with the folder that the engine loaded.
 
-        Raises WeightSyncError if an engine fails.
+        See `misplaced_chunks` in mrl.weight_sync.receiver. Raises WeightSyncError if an engine fails.
         """
         self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
         for rank in self.engine_ranks(self.alive):
@@ -182,7 +183,7 @@ class Coordinator:
         """Set the weight version of all engines, and resume generation if `resume` is true."""
         self.call_all(EngineControl.end_weight_update, push)
         self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
-        # With in_place, requests continue with the KV cache of the old weights.
+        # With in_place, requests continue with the KV cache of the old weights, so this cache must stay.
         if self.pause_mode is not PauseMode.in_place:
             self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
         if resume:

@@ -57,7 +57,7 @@ class DiskSync:
         """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
 
         Raises WeightSyncError on rank 0 if an engine does not answer, and ValueError if engines have different devices, dtypes or
-        topologies.
+        parallel sizes.
         """
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None

@@ -25,6 +25,9 @@ CONNECT_RETRIES = 3
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
+MROPE_BUFFER = ".rotary_emb.axis_map"
+"""End of the name of a buffer that SGLang's interleaved multimodal RoPE computes from the config. It is not in the weights."""
+
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 """Parts of an engine's GPU memory that can be released and allocated again.
 
@@ -133,7 +136,8 @@ class EngineControl:
     ) -> None:
         """Send one serialized payload to each tensor-parallel rank, within a weight update session.
 
-        `selector`: whether SGLang passes the payload to the model or to the draft model of speculative decoding.
+        `load_format`: name of SGLang's loader for the payload, such as WEIGHT_LOADER. `selector`: whether SGLang passes the
+        payload to the model or to the draft model of speculative decoding.
         """
         body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False, selector=selector)
         path = "/update_weights_from_tensor"
@@ -202,8 +206,8 @@ class EngineControl:
         return self._get("/server_info")
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return one dict for each tensor-parallel rank: SGLang's name of a tensor -> hash of its values."""
-        ranks = self._call("/weights_checker", action="checksum")["ranks"]
+        """Return one dict for each tensor-parallel rank: SGLang's name of a parameter -> hash of its values."""
+        ranks = self._call("/weights_checker", action="checksum", skip_tensor_list=[MROPE_BUFFER])["ranks"]
         # Every data-parallel group reports all ranks, so a rank may be reported several times.
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
         return [by_rank[rank] for rank in sorted(by_rank)]

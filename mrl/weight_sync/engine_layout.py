@@ -44,7 +44,7 @@ class EngineParallelSizes:
     def of(cls, info: dict[str, Any]) -> EngineParallelSizes:
         """Return the parallel sizes of a running engine; `info` is the engine's answer to /server_info.
 
-        The answer has one internal state for each data-parallel group.
+        The answer has one internal state for each data-parallel group, so their number is `dp`.
         """
         dp = len(info["internal_states"]) if info["enable_dp_attention"] else 1
         return cls(int(info["tp_size"]), int(info["ep_size"]), dp)
@@ -122,7 +122,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
-        """Return the layout of a model in an engine with this topology."""
+        """Return the layout of a model in an engine with these parallel sizes."""
         check_heads(arch, topology)
         rows = family.param_mappings(arch)
         draft_prefixes = family.mtp.draft_prefixes(arch.num_layers) if family.mtp and arch.mtp_layers else {}
@@ -255,7 +255,10 @@ class EngineLayout:
         return shapes
 
     def _shards_of(self, name: str, rank: int) -> list[EngineShard]:
-        """Return the shard of each section of tensor `name` on rank `rank`. The list is empty if the rank has other experts."""
+        """Return the shard of each section of tensor `name` on rank `rank`. The list is empty if the rank has other experts.
+
+        Most tensors have a single section (see ParamMapping.shapes).
+        """
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return []
@@ -357,7 +360,7 @@ def check_engine_parameters(
     ]
     if problems:
         remedy = (
-            "Choose kernels that keep the form of the checkpoint, such as sglang.fp8_gemm_runner_backend=triton."
+            "Choose kernels that keep the form of the Hugging Face weights, such as sglang.fp8_gemm_runner_backend=triton."
             if layout.block_scales
             else "Use weight_sync.transport=disk, which needs no table."
         )

@@ -121,7 +121,7 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 
 def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Read this rank's part of the plan, and check its destinations against the checkpoint that SGLang loaded.
+    """Read this rank's part of the plan, and check its destinations against the Hugging Face folder that SGLang loaded.
 
     The check is skipped if SGLang did not load the weights from a folder, or if a push has changed them.
     """

@@ -50,7 +50,7 @@ class SendStats:
 
     sent_bytes: int = 0  # summed over receivers
     uncompressed_bytes: int = 0  # as `sent_bytes`, but before compression
-    messages: int = 0
+    messages: int = 0  # number of sent buckets, summed over receivers
     waited_s: float = 0.0  # seconds of waiting for acknowledgements
 
 

@@ -70,7 +70,7 @@ RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
 """A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
 
 LayoutOf = Callable[[EngineParallelSizes], EngineLayout]
-"""Function that returns the layout of an engine with a given topology."""
+"""Function that returns the layout of an engine with given parallel sizes."""
 
 
 class TrainerWeights(Protocol):

@@ -295,7 +295,8 @@ class ProcessGroupEndpoint:
     def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
         data, (group,) = self.slots[0][:nbytes], self.groups.values()
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, group=group, group_peer=sender)]):
-            work.wait(timedelta(seconds=self.setup.timeout_s))  # with a timeout, NCCL too waits in this thread
+            # with a timeout, NCCL waits in this thread, as gloo does
+            work.wait(timedelta(seconds=self.setup.timeout_s))
         return data
 
     def close(self) -> None:
@@ -311,11 +312,11 @@ class ProcessGroupEndpoint:
 def _join_group(
     store: dist.Store, setup: ProcessGroupSetup, engine: int, rank: int, device: torch.device
 ) -> dist.ProcessGroup:
-    """Join the group of an engine. Its processes share no default group, and torch has no public function for this.
+    """Join the group of an engine. Its processes share no default group, and torch has no public function for such a group.
 
-    This does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import takes 8 CPU-seconds. On a
-    GPU, the group gets its device, so NCCL opens one communicator now. Otherwise, NCCL would open one for each pair of ranks,
-    one after the other, during the first push.
+    This function does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import takes 8 CPU-seconds.
+    On a GPU, the group is told the device of this rank, so NCCL opens one communicator now. Otherwise, NCCL would open a
+    communicator for each pair of ranks, one after another, during the first push.
 
     Raises DistStoreError if a rank does not join within the timeout.
     """
@@ -368,4 +369,4 @@ def _abort_group(group: dist.ProcessGroup) -> None:
     try:
         _abort_process_group(group)
     except RuntimeError:  # the other groups must still be ended
-        logger.exception("a process group of the weight sync was not ended")
+        logger.exception("a process group of the weight sync could not be aborted")

@@ -85,6 +85,7 @@ class DivergenceHead:
         assert k is not None, "the caller has checked it"
         index = torch.cat([micro.predictor_index[:0], *(each.index for each in teachers)])
         ids = torch.cat([index.new_empty(0, k), *(each.outputs["top_ids"].long() for each in teachers)])
+        # log_t, log_s [n, k + 1]: log-probabilities under teacher and policy; the last column is that of all other tokens
         log_t = torch.cat(
             [torch.empty(0, k + 1, device=hidden.device), *(each.outputs["top_logprobs"] for each in teachers)]
         )
@@ -426,7 +427,8 @@ class MegatronCritic(MegatronModel):
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and the statistics of the micro-batch.
 
-    `output` [1, local R] is the result of MegatronCritic.head.
+    `output` [1, local R] is the result of MegatronCritic.head. The column `values` has the values at the start of the step;
+    without it, the current values are used.
     """
     values, returns = output[0], micro.columns["returns"]
     result = loss(values, returns, micro.columns.get("values", values.detach()))

@@ -72,7 +72,7 @@ def store_arrays(arrays: Arrays, path: str | Path) -> TensorFile:
     """Write the arrays to a safetensors file. The returned TensorFile reads one array at a time, and can be sent to processes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-    return TensorFile(path)
+    return TensorFile(path, sorted(arrays))
 
 
 class ForwardTrace:
@@ -134,6 +134,7 @@ class ForwardTrace:
             return _host(F.linear(hidden, weight)[:, : self._vocab_size])
 
     def _hook_layer(self, layer: Any, after: Callable) -> None:
+        """Register the hooks of one layer. `after(module, record)` lets torch call `record` after the module."""
         prefix = f"layers.{layer.layer_number - 1}."
         attention, mlp = layer.self_attention, layer.mlp
         if hasattr(attention, "linear_qkv"):
@@ -282,7 +283,7 @@ def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _halves(heads: Tensor, width: int) -> Tensor:
-    """Return the last `width` components of each head in Megatron's order: the first ones of all pairs, then the second ones."""
+    """Return the last `width` components of each head in Megatron's order: the even ones (0, 2, ...), then the odd ones."""
     pairs = heads[..., -width:]
     return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
 

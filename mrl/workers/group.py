@@ -260,8 +260,9 @@ class WorkerGroup:
     ) -> PendingCall[list[UpdateReport]]:
         """Begin one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
-        All mini-batches have rows of the same block, and the same columns. `weighting` computes the token weights in the loss.
-        `options` are further arguments of the model's own `update`: loss and temperature.
+        All mini-batches have rows of the same block, and the same columns. `lrs`: learning rate of each optimizer step.
+        `weighting` computes the token weights in the loss. `options` are further arguments of the model's own `update`: loss and
+        temperature.
         """
         partitions = [partition_step(step, self.dims, packing, weighting) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
@@ -326,7 +327,7 @@ class WorkerGroup:
     def offload(self, keep_weights: bool = False) -> int:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay.
 
-        Returns the largest number of bytes that a rank still occupies.
+        With `keep_weights`, offloaded weights are loaded. Returns the largest number of bytes that a rank still occupies.
         """
         return max(self.call(TrainWorker.offload, keep_weights))
 

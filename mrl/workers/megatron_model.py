@@ -119,7 +119,7 @@ class MegatronModel:
             for parameter in tower_parameters(chunks):
                 parameter.requires_grad_(False)
         overlap = capabilities().cuda if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce
-        self.chunks = wrap_ddp(chunks, overlap, spec.ddp)
+        self.chunks = wrap_ddp(chunks, overlap, spec.ddp)  # one part of the model for each virtual pipeline stage
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
         self._reference: WeightsOnHost | None = None  # the reference policy's weights
@@ -293,7 +293,7 @@ class MegatronModel:
     def offload(self, keep_weights: bool) -> int:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay. All ranks call this.
 
-        Returns the bytes that this process still occupies on the device.
+        With `keep_weights`, offloaded weights are loaded. Returns the bytes that this process still occupies on the device.
         """
         return self.offloader.move_to(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
 

@@ -42,7 +42,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [L]
-    packed: PackedSequences
+    packed: PackedSequences  # layout of these L tokens, see parallel.packing
     predictor_index: Tensor  # [local R] which of the L tokens predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]

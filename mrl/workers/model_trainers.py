@@ -297,7 +297,10 @@ def train_batch(
 
 
 MTP_SUMS = ("mtp_nll", "mtp_tokens")
-"""Names of the sums in the report of every optimizer step that trains MTP layers."""
+"""Names of the sums in the report of every optimizer step that trains MTP layers.
+
+mtp_nll: -log P of the targets of the MTP layers, summed over the mtp_tokens targets.
+"""
 ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite", *MTP_SUMS)
 """Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")

@@ -193,7 +193,7 @@ class ActivationHooks:
 
 @torch.no_grad()
 def sketch(hidden: Tensor) -> Tensor:
-    """Return the sketches, float32 [n, 1 + K], of hidden states [n, H]. The first column is the norm."""
+    """Return the sketches, float32 [n, 1 + K] with K = NUM_PROJECTIONS, of hidden states [n, H]. Column 0 is the norm."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(hidden.size(1), NUM_PROJECTIONS, generator=generator, dtype=torch.float64).to(hidden.device)
     wide = hidden.double()  # float64, so that the round-off of the sketch is negligible

@@ -30,16 +30,23 @@ OUTPUTS_AFTER_STEP = "log-probabilities or values after the step"
 
 
 class TensorFile(Mapping):
-    """Name -> tensor of a safetensors file. Each access reads one tensor from the file."""
+    """Name -> tensor of a safetensors file. Each access reads one tensor from the file.
 
-    def __init__(self, path: str | Path) -> None:
+    The names keep the order in which they are given. The file itself sorts them.
+    """
+
+    def __init__(self, path: str | Path, names: Iterable[str]) -> None:
         self.path = str(path)
-        with safe_open(self.path, "numpy") as file:
-            self._names = tuple(file.keys())
+        self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> NDArray:
+        if name not in self._names:
+            raise KeyError(name)
         with safe_open(self.path, "numpy") as file:
             return file.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -107,9 +114,10 @@ class StepTrace:
         for name in tensors:
             Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / f"{name}.safetensors"
-            save_file(dict(getattr(self, name)), path)
+            arrays = dict(getattr(self, name))
+            save_file(arrays, path)
             apply_umask(path)
-            files[name] = TensorFile(path)
+            files[name] = TensorFile(path, arrays)
         return replace(self, **files)
 
 

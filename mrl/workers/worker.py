@@ -58,7 +58,7 @@ def requires_on_device[W: _HasModel, **P, R](
     """Declare how much of the model must be on the device when a worker method is called.
 
     Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
-    the model, because the caller is inside MemoryScheduler.during_push, which keeps only the actor's weights loaded. If less than
+    the model, because the caller is inside MemoryScheduler.during_push, which loads at least the actor's weights. If less than
     `level` is loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
@@ -114,7 +114,7 @@ class TrainWorker:
         forward_warnings(title, run_dir)
         record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
         self._collectives = CollectiveLog(record.with_suffix(".ops"))
-        with quick_imports():  # of torch, which the driver does not need
+        with quick_imports():  # imports torch; this is not done above, because the driver does not need it
             from parallel import device
 
             device.patch_megatron_for_cpu()
@@ -133,7 +133,7 @@ class TrainWorker:
     ) -> None:
         """Build this rank's part of the model, with the output `head`. Raises ValueError if a library is missing."""
         check_transformer_engine(spec.overrides)
-        with quick_imports():  # of Megatron, after __init__ has called patch_megatron_for_cpu
+        with quick_imports():  # imports Megatron, which must follow patch_megatron_for_cpu (see __init__)
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
             from parallel import collectives, groups
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
@@ -145,14 +145,14 @@ class TrainWorker:
     def load_supervised_dataset(
         self, form: RowForm, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
     ) -> SupervisedRows:
-        """Tokenize a supervised data set with rows of this form, and put it into Ray's object store."""
+        """Tokenize a data set whose rows are responses, pairs or labels (see RowForm), and put it into Ray's object store."""
         data = form.load(path, tokenizer, max_tokens, chat)
         block = data.block()
         lengths = (block.lengths, block.response_lengths, block.sampled_lengths)
         return SupervisedRows(ray.put(block), *lengths, data.num_rows, data.sequences_per_row)
 
     def add_column(self, block: TokenBlock, name: str, *parts: ColumnPart) -> Handle:
-        """Return a handle to the block with a further column. Rows that are in no part get NaN."""
+        """Return a handle to the block with a further column. Each part has rows of one rank. Rows in no part get NaN."""
         return ray.put(block.with_columns(**{name: assemble_column(parts, block.sampled_lengths, fill=float("nan"))}))
 
     def mean_log_ratio(self, block: TokenBlock, *parts: ColumnPart) -> float:
@@ -189,7 +189,7 @@ class TrainWorker:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay. Returns the bytes still occupied.
 
         Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
-        asynchronously is not affected.
+        asynchronously is not affected. If the weights were already offloaded, `keep_weights` loads them.
         """
         with track_activity("offloading the model"), span("offload"):
             return self.model.offload(keep_weights)
@@ -310,12 +310,12 @@ class TrainWorker:
         self,
         block: TokenBlock,
         rank_batches: Sequence[RankBatch],
-        loss: Loss | ValueLossFunction,
+        loss: Loss | ValueLossFunction,  # of a critic: a ValueLossFunction
         lr: float,
         temperature: float,
         folder: str,
     ) -> Any:
-        """Trace one optimizer step for a parity check, and store its tensors in `folder`. `loss` of a critic is a value loss."""
+        """Trace one optimizer step for a parity check, and store its tensors in `folder`."""
         from mrl.workers.parity_trace import trace_step
 
         return trace_step(self.model, block, self._own_batch(rank_batches), loss, lr, temperature).store(folder)
@@ -347,8 +347,8 @@ class TrainWorker:
     def trace_forward(
         self, block: TokenBlock, batches: Sequence[RankBatch], temperature: float, routing: Mapping[str, Any], path: str
     ) -> tuple[Any, dict[int, Any]]:
-        """Trace one forward pass, and store its tensors in the file `path`. Returns (tensors by place, log-probabilities)."""
-        from mrl.workers.forward_trace import store_arrays, trace_forward
+        """Store the tensors of a forward pass in the file `path`. Returns (tensors by place in the model, log-probabilities)."""
+        from mrl.workers.forward_trace import store_arrays, trace_forward  # explains places and `routing`
 
         places, outputs = trace_forward(self.model, block, self._own_batch(batches), temperature, routing)
         return store_arrays(places, path), outputs

@@ -39,7 +39,7 @@ def use_attention_of_gpus() -> None:
 
     attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
     attention._varlen_kernel = lambda channels: varlen_attn
-    attention._sink_kernels = sink_kernels
+    attention._attention_kernels_with_sinks = sink_kernels
 
 
 def run_layers(rank: int, folder) -> tuple[int, float]:
@@ -176,7 +176,9 @@ def test_rope_is_fused_only_where_the_kernel_computes_it(monkeypatch):
     from models import model_builder
 
     def arch(amplitude: float = 1.0, latent: bool = False, local: SimpleNamespace | None = None):
-        return SimpleNamespace(has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude), local_rope=local)
+        return SimpleNamespace(
+            has_latent_attention=latent, rope=SimpleNamespace(amplitude=amplitude), window_rope=local
+        )
 
     assert not model_builder.can_fuse_rope(arch()), "a CPU has no kernel"
     monkeypatch.setattr(model_builder, "capabilities", lambda: SimpleNamespace(transformer_engine=True))

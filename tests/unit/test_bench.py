@@ -150,7 +150,7 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
     found = [json.loads(line) for line in events.getvalue().splitlines()]
     left_out = [event["left_out"] for event in found if "left_out" in event]
     if deadline_s == 0.0:
-        assert left_out[-1].startswith("the other programs: there was no time for them")
+        assert left_out[-1].startswith("the remaining programs: there was no time for them")
         return
     assert left_out == ["test_update[tp-cuda]: 2 ranks need 2 GPUs (of 1)"]
     assert [event["problem"] for event in found if "problem" in event] == [

@@ -134,6 +134,8 @@ def test_a_measurement_is_called_worse_only_if_it_is_worse_in_two_runs(monkeypat
     program, last = run.Program("slow", "slow.py", 60), as_last({"slow": run.Outcome("slow.py", 1, 1, [number(1.0)])})
     assert run_and_compare(program, last).worse == []
     assert len(run_and_compare(program, last).worse) == 1
+    (sentence,) = run.run_again_if_worse(program, last, run.Outcome("slow.py", 1.0, 1.0, [number(2.0)]), 1.0).worse
+    assert sentence.endswith("; no time remained to measure it again")
 
 
 def test_results_of_another_machine_or_command_are_not_compared_in_seconds():

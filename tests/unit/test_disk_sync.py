@@ -26,7 +26,7 @@ def connect(monkeypatch, tmp_path, *infos: dict, dead: bool = False) -> DiskSync
 @pytest.mark.parametrize("change", [dict(device="cpu"), dict(dtype="float32"), dict(tp_size=2)])
 def test_engines_that_differ_are_refused(monkeypatch, tmp_path, change):
     connect(monkeypatch, tmp_path, INFO, INFO).close()
-    with pytest.raises(ValueError, match="engines must have the same device, dtype and topology"):
+    with pytest.raises(ValueError, match="engines must have the same device, dtype and parallel sizes"):
         connect(monkeypatch, tmp_path, INFO, INFO | change)
 
 

@@ -173,7 +173,7 @@ def test_a_teacher_that_cannot_work_is_refused(tmp_path, algorithm, overrides, m
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, overrides):
     larger = write_other_vocabulary(tmp_path, 151_937)
     found = planned(tmp_path, larger, *overrides, teacher=None, algorithm="distill_top_k")
-    with pytest.raises(ValueError, match="its vocabulary has 151937 tokens and that of the policy 151936"):
+    with pytest.raises(ValueError, match="its vocabulary has 151937 tokens, the policy's 151936"):
         check_distillation(*found)
     check_distillation(*planned(tmp_path, larger, teacher=None, algorithm="distill"))  # needs no common vocabulary
 

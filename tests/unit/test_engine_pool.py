@@ -224,15 +224,15 @@ def conversation():
     return agent.prepare(byte_tokenizer())
 
 
-def converse(conversation, *servers: CallingEngine, prompts, **settings):
+def generate_multi_turn(conversation, *servers: CallingEngine, prompts, **settings):
     with engine_pool(*servers, **settings) as pool:
-        return pool.converse_all(conversation, prompts, [TURN_PARAMS] * len(prompts))
+        return pool.generate_multi_turn_all(conversation, prompts, [TURN_PARAMS] * len(prompts))
 
 
 def test_all_turns_of_a_response_go_to_one_engine_and_responses_are_in_order(serve_calls, conversation):
     servers = [serve_calls(), serve_calls()]
     prompts = [[number, 1] for number in range(40)]
-    trajectories = converse(conversation, *servers, prompts=prompts)
+    trajectories = generate_multi_turn(conversation, *servers, prompts=prompts)
     assert [turn.text for trajectory in trajectories for turn in trajectory.turns] == ["(6*7)", "42", "42"] * 40
     for server, share in zip(servers, (prompts[:20], prompts[20:]), strict=True):
         first_turns = [ids for ids in server.inputs if len(ids) == 2]
@@ -247,14 +247,14 @@ def test_a_failed_turn_goes_to_another_engine_and_earlier_turns_are_kept(serve_c
     first, second = serve_calls(statuses=(200,) * 5 + (500,) * 100), serve_calls()
     prompts = [[number, 1] for number in range(10)]
     fault_tolerance = FaultToleranceConfig(max_response_attempts=4)
-    trajectories = converse(conversation, first, second, prompts=prompts, fault_tolerance=fault_tolerance)
+    trajectories = generate_multi_turn(conversation, first, second, prompts=prompts, fault_tolerance=fault_tolerance)
     assert [turn.text for trajectory in trajectories for turn in trajectory.turns] == ["(6*7)", "42", "42"] * 10
     assert sum(len(ids) == 2 for ids in first.inputs) == 5 and sum(len(ids) > 2 for ids in second.inputs) == 10
 
 
 def test_no_more_than_max_concurrency_responses_are_sampled_at_once(serve_calls, conversation):
     server = serve_calls(delay_s=0.03)
-    converse(conversation, server, prompts=[[1, 1]] * 20)
+    generate_multi_turn(conversation, server, prompts=[[1, 1]] * 20)
     assert server.busiest == 5
 
 
@@ -263,7 +263,7 @@ def test_hundreds_of_responses_are_sampled_at_once(serve_calls, conversation):
     server = serve_calls(delay_s=1.5)
     wide = replace(conversation, agent=replace(conversation.agent, max_concurrency=500))
     start = time.perf_counter()
-    trajectories = converse(wide, server, prompts=[[1, 1]] * 300)
+    trajectories = generate_multi_turn(wide, server, prompts=[[1, 1]] * 300)
     assert len(trajectories) == 300 and server.busiest > 200
     assert time.perf_counter() - start < 60
 
@@ -272,9 +272,14 @@ def test_cached_turns_of_an_earlier_process_are_not_sampled_again(serve_calls, c
     prompts = [[number, 1] for number in range(6)]
     first = serve_calls()
     with engine_pool(first) as pool:
-        expected = pool.converse_all(conversation, prompts, [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2))
+        expected = pool.generate_multi_turn_all(conversation, prompts, [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2))
     second = serve_calls()
     with engine_pool(second) as pool:
-        assert pool.converse_all(conversation, prompts, [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2)) == expected
-        pool.converse_all(conversation, [[9, 1], *prompts[1:]], [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2))
+        assert (
+            pool.generate_multi_turn_all(conversation, prompts, [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2))
+            == expected
+        )
+        pool.generate_multi_turn_all(
+            conversation, [[9, 1], *prompts[1:]], [TURN_PARAMS] * 6, CompletionCache(tmp_path, 2)
+        )
     assert len(first.inputs) == 12 and len(second.inputs) == 2, "of the new prompt only"

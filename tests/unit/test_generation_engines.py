@@ -2,8 +2,10 @@
 
 # ruff: noqa: F811 - fixtures of another file
 
+import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -224,3 +226,49 @@ def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
     assert str(pools) == "engines (12 slots: engines)" and pools.by_role["engines"].demands["engines"].tp_size == 2
     with pytest.raises(ValueError, match="servers that already run need no devices of a cluster"):
         engine_pools(configure(**{"rollout.engine_urls": ["http://host:1"]}))
+
+
+def test_requests_begin_in_the_order_in_which_they_were_submitted():
+    """Otherwise a late request could overtake one of an earlier output file, which would then be finished later."""
+
+    async def use(watcher) -> list[int]:
+        begun, calls = [], []
+
+        async def request(number: int) -> None:
+            begun.append(number)
+            await asyncio.sleep(0)
+            if len(calls) < 30:
+                submit()  # a new call comes at the moment at which this one ends
+
+        def submit() -> None:
+            calls.append(asyncio.create_task(watcher.call(partial(request, len(calls)), 1)))
+
+        for _ in range(5):
+            submit()
+        while not all(call.done() for call in calls):
+            await asyncio.gather(*calls)
+        return begun
+
+    with watched(Engine()) as watcher:
+        assert watcher.pool.submit(use(watcher)).result(60) == list(range(30))
+
+
+def test_a_cancelled_call_gives_its_place_to_the_next():
+    async def use(watcher) -> list[int]:
+        release, done = asyncio.Event(), []
+
+        async def request(number: int) -> None:
+            await release.wait()
+            done.append(number)
+
+        calls = [asyncio.create_task(watcher.call(partial(request, number), 1)) for number in range(4)]
+        await asyncio.sleep(0.01)
+        calls[0].cancel()  # it is running
+        calls[2].cancel()  # it waits
+        release.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return done
+
+    with watched(Engine()) as watcher:
+        assert watcher.pool.submit(use(watcher)).result(60) == [1, 3]
+        assert watcher._running == 0 and not watcher._waiting

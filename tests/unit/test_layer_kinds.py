@@ -147,11 +147,11 @@ def test_layers_with_a_window_have_a_linear_cost(fields):
 
 def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):
     arch = read(fields("olmo3"))
-    assert (arch.rope.rope_theta, arch.local_rope.rope_theta) == (5000.0, 300.0)
+    assert (arch.rope.rope_theta, arch.window_rope.rope_theta) == (5000.0, 300.0)
     old = {name: value for name, value in fields("olmo3").items() if name != "rope_parameters"}
     scaling = {name: value for name, value in YARN_ROPE.items() if name != "rope_theta"}
     arch = read(old | dict(rope_theta=500000.0, rope_scaling=scaling))
-    assert arch.rope.factor == 4.0 and arch.local_rope == Rope(rope_theta=500000.0, dim=8)
+    assert arch.rope.factor == 4.0 and arch.window_rope == Rope(rope_theta=500000.0, dim=8)
 
 
 def test_a_gpt_oss_config_without_rope_parameters_has_yarn(fields):

@@ -112,3 +112,24 @@ def test_the_object_store_grows_with_the_machine_but_is_never_smaller_than_512_m
     assert ray_cluster.object_store_bytes(2000 * gib, 64 * gib) == 32 * gib
     for memory, shared_memory in ((2000 * gib, 64 * 2**20), (2 * gib, 2 * gib), (64 * gib, 0), (-gib, gib)):
         assert ray_cluster.object_store_bytes(memory, shared_memory) == gib // 2
+
+
+@pytest.mark.parametrize(("attempts", "limit_s"), [(4, 60.0), (10**9, 0.5)], ids=["in time", "too late"])
+def test_ray_waits_for_a_slow_node_up_to_a_limit(monkeypatch, attempts, limit_s):
+    calls = []
+
+    def get_node(address: str, node: str) -> str:
+        calls.append((address, node))
+        if len(calls) < attempts:
+            raise RuntimeError("no node yet")
+        return "node"
+
+    monkeypatch.setattr(ray_cluster, "NODE_START_S", limit_s)
+    monkeypatch.setattr(ray_cluster.services, "get_node", get_node)
+    with ray_cluster._local_start(log_to_driver=False):
+        if limit_s > 1:
+            assert ray_cluster.services.get_node("address", "node") == "node" and len(calls) == attempts
+        else:
+            with pytest.raises(RuntimeError, match="no node yet"):
+                ray_cluster.services.get_node("address", "node")
+    assert ray_cluster.services.get_node is get_node and set(calls) == {("address", "node")}

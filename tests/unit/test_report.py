@@ -225,6 +225,17 @@ def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
     assert render(data)
 
 
+def test_the_curves_of_a_sweep_have_the_labels_and_colors_of_their_points(tmp_path):
+    points = [(f"optim.lr={lr}",) for lr in (1, 2, 3)]  # the first point has not started
+    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    for n in (1, 2):
+        make_run(tmp_path / str(n), reward__mean=n / 10)
+    data = page_data([tmp_path])
+    assert data["labels"] == [f"point {n} (optim.lr={n + 1})" for n in range(3)]
+    series = [(curve["run"], curve["label"]) for curve in data["charts"][0]["series"]]
+    assert series == [(1, "point 1 (optim.lr=2)"), (2, "point 2 (optim.lr=3)")]
+
+
 def test_a_key_with_as_many_values_as_measured_points_explains_everything_by_construction(tmp_path):
     points = [(f"optim.lr={lr}",) for lr in (1, 2, 3, 3)]  # the last point has no result
     write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
@@ -342,7 +353,7 @@ def test_the_page_shows_expected_answers_and_refers_to_them_if_all_rewards_are_0
     assert "with the expected answers in the samples" in found["text"] and found["link"] == "samples"
     assert data["samples"]["rows"][0][data["samples"]["columns"].index("ground_truth")] == "2"
     assert answer(data, "What does the model write") == (
-        "Step 3, all kept responses have the reward 0, for example: “3”."
+        "In step 3, all kept responses have the reward 0, for example: “3”."
     )
 
 

@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_composed_is_named_with_its_line(own, file, text, 
 
 def test_a_group_without_a_file_names_its_files():
     with pytest.raises(
-        ValueError, match=r"model=null: a config group has no null; expected one of none, quickstart_moe"
+        ValueError, match=r"model=null: a config group cannot be null; expected one of none, quickstart_moe"
     ):
         compose(["model=null"])
 

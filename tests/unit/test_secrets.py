@@ -115,15 +115,23 @@ def test_a_config_file_with_a_secret_is_refused():
 
 
 @pytest.mark.extended
-def test_a_config_file_with_a_secret_leaves_no_copy_in_the_runs_folder(tmp_path):
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_config_file_with_a_secret_leaves_no_copy_and_no_other_file_is_deleted(tmp_path, command):
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\nsglang:\n  ssl_keyfile_password: abc-planted\n"
     )
-    line = [sys.executable, "-m", "mrl.cli", "train", "--config-dir", str(tmp_path / "conf"), "experiment=mine"]
-    done = subprocess.run([*line, f"run.dir={tmp_path / 'run'}", "model.path=m"], capture_output=True, text=True)
+    run_dir = tmp_path / "run"
+    (run_dir / "hydra").mkdir(parents=True)
+    (run_dir / "hydra/notes.txt").write_text("my own notes")
+    line = [sys.executable, "-m", "mrl.cli", command, "--config-dir", str(tmp_path / "conf"), "experiment=mine"]
+    done = subprocess.run(
+        [*line, f"run.dir={run_dir}", "model.path=m"], capture_output=True, text=True, cwd=run_dir, timeout=300
+    )
     assert done.returncode == 2 and "sglang.ssl_keyfile_password holds a secret" in done.stderr, done.stderr
-    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "planted" in file.read_text()] == []
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    assert [file for file in files if "planted" in file.read_text()] == []
+    assert run_dir / "hydra/notes.txt" in files
     assert "planted" not in done.stderr + done.stdout
 
 

@@ -79,6 +79,15 @@ def test_stored_tensors_equal_the_originals(tmp_path):
     assert first_difference(stored) == "" and StepTrace().store(tmp_path) == StepTrace()
 
 
+def test_stored_tensors_keep_the_order_of_the_layers(tmp_path):
+    names = ["embedding.w", "layers.2.w", "layers.10.w", "a_norm.w"]
+    stored = StepTrace(gradients={name: np.zeros(2) for name in names}).store(tmp_path)
+    assert list(stored.gradients) == names
+    other = StepTrace(gradients={"layers.2.w": np.zeros(2), "b.w": np.ones(2)}).store(tmp_path / "other")
+    wrong = [d.name for d in compare_traces(stored, other) if not d.within]
+    assert wrong == ["gradient embedding.w", "gradient layers.10.w", "gradient a_norm.w", "gradient b.w"]
+
+
 def test_the_printed_table_has_a_row_for_each_kind_of_tensor(capsys):
     command.print_table(compare_traces(REFERENCE, replace(REFERENCE, grad_norm=3.0)), "tp2")
     lines = capsys.readouterr().out.splitlines()

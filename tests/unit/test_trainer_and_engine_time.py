@@ -234,7 +234,7 @@ def test_a_length_distribution_has_the_moments_of_a_large_sample():
     lengths = LengthDistribution.log_normal(0, 1000, 0.8, 10**9)
     drawn = np.random.default_rng(0).lognormal(np.log(1000), 0.8, (4000, 64))
     assert lengths.mean == pytest.approx(drawn.mean(), rel=0.01)
-    assert lengths.longest_of(64) == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
+    assert lengths.longest_response_of(64) == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
     assert lengths.mean_context == pytest.approx((drawn**2).mean() / (2 * drawn.mean()), rel=0.02)
     assert lengths.remaining_of(1)[0] == pytest.approx(lengths.mean_context, rel=0.01)
 

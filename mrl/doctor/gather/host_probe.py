@@ -28,7 +28,7 @@ from mrl.doctor.host_facts import FolderFacts, GpuCard, HostGpus, MachineFacts, 
 from mrl.hang_report.network_interfaces import NETWORK_PREFIXES
 
 CPU_LOCK_FILE, GPU_LOCK_FILE = "requirements.txt", "requirements-gpu.txt"
-# packages whose tested versions are in the lock files
+# Packages whose tested versions are in the lock files; TESTED_GPU: on hosts with GPUs
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "transformer-engine-torch", "nvidia-nccl-cu13")
 CUDA_RUNTIME = "nvidia-cuda-runtime"  # package whose version is the CUDA version of torch
@@ -52,7 +52,7 @@ UNLIMITED_BYTES = 2**60  # version 1 of control groups reports a very large numb
 SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed of a folder
 FOLDER_TIMEOUT_S = 30.0  # longest wait for the process that measures a folder
 
-_PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)  # PACKAGE==VERSION in a lock file
 
 # This program runs in a separate process, because a network file system that hangs blocks every process that accesses it.
 _PROBE_FOLDER = """
@@ -264,6 +264,7 @@ def model_checksum(path: str | None) -> str | None:
     return ""
 
 
+# Fields of `nvidia-smi --query-gpu`
 CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
 NO_DEVICES = "no devices were found"  # message of nvidia-smi in a job without GPUs on a host that has GPUs

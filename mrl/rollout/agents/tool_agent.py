@@ -24,7 +24,7 @@ class ToolAgent:
 
     tools: Mapping[str, Tool]  # tool name -> tool
     parser: ToolParser  # finds the tool calls in a turn
-    max_turns: int = 8  # maximal number of assistant turns; calls in the last turn are not run
+    max_turns: int = 8  # maximal number of assistant turns; calls in turn number `max_turns` are not run
     max_tool_tokens: int = 512  # maximal length of one tool result; a longer result is cut and ends with "..."
     tool_timeout_s: float = 30.0  # time limit of one tool call
     max_running_tools: int = 16  # maximal number of tool calls that run at the same time
@@ -119,7 +119,11 @@ class _ResponseBuilder:
         self.turns += [Turn("tool", result.text) for result in results]
 
     def to_trajectory(self, last: Completion, *, truncated: bool) -> Trajectory:
-        """Return the finished response. `last`: the last completion. Its routed experts include those of all earlier tokens."""
+        """Return the finished response.
+
+        `last`: the completion of the last turn; its routed experts include the experts of all earlier tokens. `truncated`:
+        whether the token limit or the turn limit prevents another turn.
+        """
         assert self.versions, "a response has at least one assistant turn"
         usage = ResponseUsage(
             len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
@@ -198,14 +202,14 @@ class BoundToolAgent:
 
 
 class ConcurrencyLimits:
-    """Limits how many responses, and how many tool calls, run at the same time in all conversations of one event loop."""
+    """Limits how many responses are sampled, and how many tool calls run, at the same time in one engine pool."""
 
     def __init__(self, agent: ToolAgent) -> None:
         self.responses = asyncio.Semaphore(agent.max_concurrency)
         self.tools = asyncio.Semaphore(agent.max_running_tools)
 
 
-async def run_conversations(
+async def generate_multi_turn_responses(
     bound_agent: BoundToolAgent,
     generate_turn_of: Callable[[int], GenerateTurn],
     prompts: Sequence[list[int]],
@@ -214,8 +218,8 @@ async def run_conversations(
 ) -> list[Trajectory]:
     """Sample one response to each prompt. Returns the responses in the order of the prompts.
 
-    `generate_turn_of(i)` returns the function that samples a turn of response i. Raises the error of the first response that
-    fails.
+    `generate_turn_of(i)` returns the function that samples a turn of response i. `sampling`: parameters of each response. Raises
+    the error of the first response that fails.
     """
 
     async def respond(index: int) -> Trajectory:

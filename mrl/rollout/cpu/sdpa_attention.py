@@ -184,7 +184,8 @@ def run_tile(
 ) -> None:
     """Compute the attention of the tile's query tokens and write it to `output`.
 
-    query, output: [T, H, D]. k_cache, v_cache: [slots, K, D].
+    query, output: [T, H, D]. k_cache, v_cache: [slots, K, D]. scaling: factor of the scores; None: 1 / sqrt(D). window: see
+    `Tile.mask`.
     """
     N, Q, H, K = tile.num_rows, tile.queries_per_row, query.size(1), k_cache.size(1)
     keys, values = (_gather(cache, tile.slots_NL, query.dtype) for cache in (k_cache, v_cache))

@@ -43,8 +43,8 @@ KV_SCALES = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.process_w
 def discard_random_kv_scales(method: Any, layer: Any) -> None:
     """Mark scales of the KV cache as absent if the engine starts with random weights. Hook that runs before SGLang reads them.
 
-    SGLang (0.5.23, load_format=dummy) fills these scales with random numbers, too, and trainers do not send them. Without
-    scales, SGLang uses 1.
+    SGLang (0.5.23, load_format=dummy) fills not only the weights but also these scales with random numbers, and trainers do not
+    send scales. The value -1 marks a scale as absent. SGLang then uses 1.
     """
     from sglang.srt.runtime_context import get_model  # can be imported only inside SGLang
 
@@ -54,7 +54,7 @@ def discard_random_kv_scales(method: Any, layer: Any) -> None:
 
 
 LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
-"""Method that builds the model of an engine rank. SGLang captures CUDA graphs later."""
+"""Method that builds the model of an engine rank. SGLang captures CUDA graphs later, so they contain what a hook changes here."""
 
 
 def round_embedding_scale(result: None, scheduler: Any) -> None:
@@ -72,11 +72,12 @@ def activate() -> str | None:
 
     SGLang calls this function in each of its processes, also on a machine with GPUs.
     """
-    # The stack dumps of hang reports are installed here, because SGLang calls no other code of mrl in a process that it spawns.
+    # The signal handler of hang reports is installed here, because SGLang calls no other code of mrl in a spawned process.
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
-        # On a machine with a GPU, SGLang spawns its processes, so each process must register the hooks itself.
+        # On a machine with a GPU, SGLang spawns its processes, so each process must register the hooks itself. Without a GPU,
+        # launch_sglang.py registers the hooks before it forks.
         HookRegistry.register(PAUSED_LOOP, sleep_while_paused, HookType.AFTER)
         HookRegistry.register(KV_SCALES, discard_random_kv_scales, HookType.BEFORE)
         HookRegistry.register(LOAD_MODEL, round_embedding_scale, HookType.AFTER)

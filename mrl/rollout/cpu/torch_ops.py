@@ -5,7 +5,8 @@ three functions to SGLang's operator registry, for the platform `CpuPlatform`. T
 call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of `forward_native` by
 float32 rounding.
 
-SGLang has no torch version of the product with a matrix in FP8. `block_fp8_linear` computes this product.
+SGLang has no torch version of the product with a matrix in FP8. `block_fp8_linear` computes this product. `unpin_lora` lets
+SGLang's own LoRA layers run on a CPU.
 """
 
 from __future__ import annotations
@@ -129,10 +130,11 @@ def block_fp8_linear(
     bias: Tensor | None = None,
     act_scale_ue8m0: bool = False,
 ) -> Tensor:
-    """Return `input @ weight.T + bias`, [..., out], in the dtype of `input`, [..., in]. Both factors are rounded to FP8.
+    """Return `input @ weight.T + bias`, [..., out], in the dtype of `input`, [..., in]. `input` is first rounded to FP8.
 
-    As in SGLang's Triton kernel, 128 consecutive numbers of a row of `input` share a scale. `weight`: [out, in], float8_e4m3fn,
-    with the scales of its blocks, [ceil(out / 128), ceil(in / 128)]. The last argument and `input_scale` are not used.
+    As in SGLang's Triton kernel, 128 consecutive numbers of a row of `input` share a scale. `weight`: [out, in], float8_e4m3fn.
+    `weight_scale`: scale of each block of 128 x 128 weights, [ceil(out / 128), ceil(in / 128)]. `input_scale` and
+    `act_scale_ue8m0` must have their default values.
     """
     assert block_size == [BLOCK, BLOCK] and input_scale is None and not act_scale_ue8m0, "the form that mrl chooses"
     largest = torch.finfo(weight.dtype).max

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from models.architecture import Architecture
 from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
 
-Arrays = dict[str, NDArray]
+Arrays = dict[str, NDArray]  # name -> tensor. Names: MODULE/out0, MODULE/in0, weight/PARAMETER, or places of the trace
 
 REQUEST = "request.json"
 """File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
@@ -85,7 +85,7 @@ class ForwardRecorder:
         request = json.loads(self.request.read_text())
         calls = {key: iter(records) for key, records in self._records.items()}
         # Several layers may share a module, such as the rotary embedding. The calls of this module are in the order of the
-        # layers.
+        # layers, so each layer gets the next call.
         arrays = {
             f"model.{name}/{part}": array
             for name, module in self._model.named_modules(remove_duplicate=False)
@@ -214,6 +214,7 @@ def _pick(module: Arrays, **names: str) -> Arrays:
 
 
 def _norms(module: Arrays) -> Arrays:
+    """Return place -> array for the two norms of a layer. The second output of an SGLang norm is the input of the norm."""
     norm, second = "input_layernorm", "post_attention_layernorm"
     return _pick(
         module,
@@ -227,7 +228,7 @@ def _norms(module: Arrays) -> Arrays:
 def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
     """Return place -> array for attention. The inputs of RadixAttention are the queries and keys after norm and rotation."""
     fused = module["self_attn.qkv_proj/out0"]
-    kv = max(arch.sizes["kv"] // num_ranks, arch.sizes["head_dim"])
+    kv = max(arch.sizes["kv"] // num_ranks, arch.sizes["head_dim"])  # width of the keys, or of the values, of one rank
     query, key, value = np.split(fused, [fused.shape[1] - 2 * kv, fused.shape[1] - kv], axis=1)
     places = dict(query=query, key=key, value=value) | _pick(
         module,
@@ -244,7 +245,8 @@ def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
 def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
     """Return place -> array for multi-head latent attention.
 
-    RoPE rotates the last components of each query, and one key that all heads share.
+    RoPE rotates the last `rope` of the `width` components of each query, and one key that all heads share. The place
+    `normed_query` has only the `rope` components.
     """
     t = arch.transformer
     rope, width = t["qk_pos_emb_head_dim"], t["qk_head_dim"] + t["qk_pos_emb_head_dim"]
@@ -268,7 +270,7 @@ def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
 
 
 def halves(pairs: NDArray) -> NDArray:
-    """Reorder components [..., d] that come pair by pair: the first components of all pairs, then the second components."""
+    """Return components [..., d], which come pair by pair, in Megatron's order: the even ones (0, 2, ...), then the odd ones."""
     return np.concatenate([pairs[..., 0::2], pairs[..., 1::2]], axis=-1)
 
 

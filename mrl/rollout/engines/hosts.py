@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
-"""A server as a child process of this process, a server that Ray actors start on device slots, or a server of the user."""
+"""A server that is a child process of this process, a server that Ray actors start on device slots, or a server of the user."""
 
 
 class EngineServers:
@@ -49,7 +49,7 @@ class EngineServers:
         self._serial_numbers = itertools.count()  # one for each started server; a replacement gets a new number
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
-        self._ready: list[EngineServer | RayEngine] = []  # servers that were ready once
+        self._ready: list[EngineServer | RayEngine] = []  # servers that were ready at least once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in group.external_urls]
         self.servers = self.servers or [self._start(index) for index in range(group.count)]
 

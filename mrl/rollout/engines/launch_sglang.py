@@ -1,6 +1,6 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-It runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry.
+The process runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry.
 
 The main change is for machines without CUDA: child processes start by fork. By default, SGLang spawns a scheduler and a
 detokenizer. Each of them imports torch, transformers and sglang again, and these imports take 8 CPU-seconds. Here, the server

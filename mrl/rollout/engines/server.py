@@ -82,7 +82,7 @@ def _is_free(port: int) -> bool:
         return True
 
 
-SCRATCH_PREFIX = "mrl-engine-"
+SCRATCH_PREFIX = "mrl-engine-"  # beginning of the name of every scratch directory
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
 SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; also in server_supervisor.py
 MAX_PARENT_LENGTH = 60
@@ -110,7 +110,8 @@ class ScratchDir:
         new_lock = self.path / "new"
         self.fd = os.open(new_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new_lock.rename(self.path / LOCK_FILE)  # last, so that other processes never see the lock file unlocked
+        # after locking, so that other processes never see the lock file unlocked
+        new_lock.rename(self.path / LOCK_FILE)
 
     def hand_over(self) -> None:
         """Close this process's descriptor. The directory stays in use while the supervisor has its inherited copy open."""
@@ -234,7 +235,7 @@ class EngineServer:
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # seconds; clients keep idle connections open between steps
             "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until SGLang notices that a client has disconnected
             "SPT_NOENV": "1",  # otherwise setproctitle overwrites the environment variables by which mrl finds processes
-            "MASTER_ADDR": "127.0.0.1",  # SGLang's shared-memory files have this address and port in their names
+            "MASTER_ADDR": "127.0.0.1",  # SGLang names its shared-memory files after this address and this port
             "MASTER_PORT": str(self._leases[1].port),
         }
         if "dist_init_addr" not in self.server_args:  # all ranks are on this node

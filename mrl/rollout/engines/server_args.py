@@ -194,7 +194,8 @@ def adapter_slots(staleness: int) -> int:
     """Return how many weight versions of LoRA adapters an engine must be able to apply at the same time.
 
     A request uses the adapters that are the newest when it begins. A step takes only responses that are at most `staleness`
-    weight versions old. So before a push loads new adapters, it can unload all but the newest staleness + 1 adapters.
+    weight versions old. So before a push loads new adapters, it can unload all but the newest staleness + 1 adapters. With the
+    new adapters, the engine then has staleness + 2.
     """
     return staleness + 2
 
@@ -211,7 +212,7 @@ def adapter_args(rank: int, matrices: Iterable[str], max_adapters: int, device: 
         max_lora_rank=rank,
         lora_target_modules=sorted(matrices),
         max_loras_per_batch=max_adapters,
-        # The other backends of SGLang (0.5.23) need Triton. mrl.rollout.cpu.torch_ops lets this one run on a CPU.
+        # The other backends of SGLang (0.5.23) need Triton. mrl.rollout.cpu.torch_ops lets this backend run on a CPU.
         **(dict(lora_backend="torch_native") if cpu else {}),
     )
 

@@ -34,7 +34,7 @@ MANY_TRUNCATED = 0.05  # from this fraction on, truncated responses are a proble
 MANY_EQUAL_GROUPS = 0.9  # from this fraction on, groups with equal rewards slow learning down
 MAX_NAMED_KEYS = 12  # number of changed config keys that an answer names
 QUOTE_CHARACTERS = 90  # length of a quoted response
-NOT_RECORDED = "Not recorded"
+NOT_RECORDED = "Not recorded"  # begins an answer for which the run has no data
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,8 @@ def _writing(run: RecordedRun) -> str:
     best, worst = samples[0], samples[-1]
     if best.get("reward") == worst.get("reward"):
         reward = number(best.get("reward"))
-        return f"Step {run.samples[-1][0]}, all kept responses have the reward {reward}, for example: “{_quote(best)}”."
+        step = run.samples[-1][0]
+        return f"In step {step}, all kept responses have the reward {reward}, for example: “{_quote(best)}”."
     quotes = [
         f"{title} (reward {number(one.get('reward'))}): “{_quote(one)}”"
         for title, one in (("best", best), ("worst", worst))
@@ -333,6 +334,7 @@ STABILITY = {
     "optim/grad_norm": "gradient norm",
     "mismatch/logprob_abs_mean": "mismatch",
 }
+"""Metric -> its name in the answer about stability."""
 UNSTABLE = ("entropy", "differ by", "diverge")  # problems with one of these words in their text are about stability
 
 

@@ -62,14 +62,15 @@ def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
     return charts
 
 
-def overlaid_charts(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one chart for each of the first two recorded metrics of each entry of CHARTS, with one curve for each run."""
+def overlaid_charts(runs: Mapping[int, RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return at most two charts for each entry of CHARTS, one for each of its first two recorded metrics.
+
+    A chart has one curve for each run. A key of `runs` is the index of the run's label, and the number of its color.
+    """
     charts = []
-    for title, chosen in _recorded_charts(runs):
+    for title, chosen in _recorded_charts(list(runs.values())):
         for name, label in chosen[:2]:
-            series = [
-                _series(run, name, words) | {"run": n} for n, (run, words) in enumerate(zip(runs, labels, strict=True))
-            ]
+            series = [_series(run, name, labels[n]) | {"run": n} for n, run in runs.items()]
             if any(one["points"] for one in series):
                 charts.append(_chart(f"{title}: {label}" if len(chosen) > 1 else title, name, series))
     return charts
@@ -97,7 +98,10 @@ def _chart(title: str, name: str, series: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _good_sentence(subject: str, good: str) -> str:
-    """Return a sentence that says what `subject` does in a healthy run; "" if `good` is empty."""
+    """Return a sentence that says what `subject` does in a healthy run; "" if `good` is empty.
+
+    If `good` refers to another metric or place ("see ..."), the sentence is this reference.
+    """
     if good.startswith("see "):
         return f"{good[:1].upper()}{good[1:]}."
     verb = "" if good.partition(" ")[0] in GOOD_VERBS else "is "
@@ -153,8 +157,8 @@ def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
 def interval(mean: float, rows: int) -> tuple[float, float]:
     """Return the Wilson interval (95 %) of a mean of `rows` rewards between 0 and 1.
 
-    The formula assumes that each reward is either 0 or 1. At the same mean, rewards between 0 and 1 have a smaller variance, so
-    the interval is wider than necessary for them.
+    The formula assumes that each reward is either 0 or 1. At the same mean, rewards that lie between 0 and 1 vary less, so the
+    interval is wider than necessary for them.
     """
     z2 = INTERVAL_Z**2
     center = (mean + z2 / (2 * rows)) / (1 + z2 / rows)
@@ -185,6 +189,7 @@ COMPONENT_TEXTS = {
     "reward": "rewards",
     "controller": "the controller",
 }
+"""Component, as in the metric spent/<component>_s -> words for it."""
 
 
 def mean_step_s(run: RecordedRun) -> float:
@@ -221,7 +226,7 @@ def time_text(run: RecordedRun) -> str:
 
 
 def time_sentences(run: RecordedRun) -> list[str]:
-    """Return sentences about the time of steps, from the metrics; without a timeline, also about evaluations and checkpoints."""
+    """Return sentences about the time of a step. Without a timeline, they also say how long evaluations and checkpoints took."""
     between = {name: sum(run.series(f"time/{name}_s").values()) for name in BETWEEN_STEPS}
     return [
         text
@@ -242,7 +247,7 @@ def _idle_text(run: RecordedRun) -> str:
 
 
 def time_chart(run: RecordedRun) -> dict[str, Any] | None:
-    """Return the mean seconds of each phase, for at most MAX_COLUMNS groups of steps; None if no step was recorded."""
+    """Return the mean seconds of each phase, for at most MAX_COLUMNS groups of steps; None if no step has time/step_s."""
     steps = [step for step, values in run.metrics.items() if "time/step_s" in values]
     if not steps:
         return None

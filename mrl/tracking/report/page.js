@@ -13,7 +13,7 @@ const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv
 function header() {
   document.getElementById("top").append(el("h1", {}, ...breakable(data.title)), el("p", { class: "soft" }, `${data.subtitle} · written ${date(data.written)}${data.reload_every_s ? `, reloads every ${data.reload_every_s} s` : ""}`), nav);
 }
-// Charts of rewards are always drawn.
+// A chart that is constant in all steps becomes a sentence, except a chart of rewards.
 function isConstant(chart) {
   const values = chart.series.flatMap((s) => s.points.map((p) => p[1]));
   return !/reward/i.test(chart.title) && values.length > chart.series.length && values.every((v) => v === values[0]);

@@ -40,7 +40,7 @@ from mrl.tracking.timeline import RankWork, percent
 
 
 def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
-    """Return the data of the page. A browser reloads the page every `reload_every_s` seconds; 0: never."""
+    """Return the data of the page of a run. A browser reloads the page every `reload_every_s` seconds; 0: never."""
     data: dict[str, Any] = {
         "kind": "run",
         "title": run.name,
@@ -99,7 +99,7 @@ def pair_data(first: RecordedRun, second: RecordedRun) -> dict[str, Any]:
         "written": time.time(),
         "labels": labels,
         "answers": [asdict(answer) for answer in _pair_answers(runs, labels, differences, step)],
-        "charts": overlaid_charts(runs, labels),
+        "charts": overlaid_charts(dict(enumerate(runs)), labels),
         "differences": differences,
         "packages": _package_differences(first, second),
         "step": step,
@@ -178,6 +178,10 @@ def _by_prompt(run: RecordedRun) -> dict[str, list[Sample]]:
 def _pair_answers(
     runs: Sequence[RecordedRun], labels: Sequence[str], differences: Sequence[Sequence[str]], step: int
 ) -> list[Answer]:
+    """Return the questions about two runs with their answers.
+
+    `differences`: see `config_differences`. `step`: last step that both runs finished; 0: there is none.
+    """
     real = [row for row in differences if not row[0].startswith(KEYS_WITHOUT_EFFECT)]
     changed = "; ".join(f"{key} from {one or 'nothing'} to {two or 'nothing'}" for key, one, two in real[:5])
     more = f"; and {len(real) - 5} more keys" if len(real) > 5 else ""
@@ -271,10 +275,10 @@ class SweepPoint:
     """One point of a sweep."""
 
     run: RecordedRun | None  # None if the point has not started
-    overrides: dict[str, str]
-    state: str
+    overrides: dict[str, str]  # config key -> value
+    state: str  # done, failed, running or waiting
     value: float | None  # final value of the metric that ranks the points
-    steps: int
+    steps: int  # number of finished steps
     reason: str  # why the point failed
     command: str  # trains the point again
 
@@ -288,7 +292,7 @@ def sweep_data(
         f"point {n} ({' '.join(f'{key}={value}' for key, value in point.overrides.items())})"
         for n, point in enumerate(points)
     ]
-    started = [(point.run, label) for point, label in zip(points, labels, strict=True) if point.run]
+    runs = {n: point.run for n, point in enumerate(points) if point.run}
     matters = effects(points, keys)
     done = [n for n, point in enumerate(points) if point.value is not None and point.state == "done"]
     better = "larger" if maximize else "smaller"
@@ -298,9 +302,9 @@ def sweep_data(
         "title": f"Sweep {title}",
         "subtitle": f"{len(points)} points; result: {_result_text(metric, metric_steps)}; {better} is better",
         "written": time.time(),
-        "labels": [label for _, label in started],
+        "labels": labels,
         "answers": [asdict(answer) for answer in _sweep_answers(points, labels, metric, best, matters, metric_steps)],
-        "charts": overlaid_charts([run for run, _ in started], [label for _, label in started]),
+        "charts": overlaid_charts(runs, labels),
         "keys": keys,
         "metric": metric,
         "best": best,
@@ -363,6 +367,7 @@ def _sweep_answers(
     matters: Sequence[tuple[str, float]],
     metric_steps: int,
 ) -> list[Answer]:
+    """Return the questions about a sweep with their answers. `best`: index of the best point. `matters`: see `effects`."""
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:

@@ -12,9 +12,9 @@ from mrl.config.secrets import redacted
 from mrl.config.validate import key_fields, structured_schema
 from mrl.tracking.report.recorded_run import RecordedRun
 
-MAIN_PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "mrl")
+MAIN_PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "mrl")  # shown first
 PLACE = re.compile(r"\((\S+):(\d+), in (\w+)\)")  # file, line and function of an error in the user's code
-MISSING = object()
+MISSING = object()  # value of a key that a config does not have
 
 
 @cache

@@ -28,7 +28,7 @@ from mrl.tracking.timeline import ProcessTimeline, RankWork, read_timeline, summ
 
 logger = logging.getLogger(__name__)
 
-LOG_FILE = "mrl.log"
+LOG_FILE = "mrl.log"  # log of the driver, in the run directory
 ERROR_MARK = "[ERROR]"  # a line of LOG_FILE with this text begins the report of an error
 MAX_LOG_BYTES = 200_000  # number of bytes that are searched for an error, at the end of the log
 Sample = dict[str, Any]  # one sample of samples.jsonl
@@ -49,12 +49,12 @@ class RecordedRun:
     timeline: list[str] = field(default_factory=list)  # summary of the timeline
     ranks: list[RankWork] = field(default_factory=list)  # times of the trainer ranks in the timeline
     damaged: list[str] = field(default_factory=list)  # one text for each file with damaged lines
-    is_running: bool = False
+    is_running: bool = False  # whether a process holds the lock of the folder
     logged_error: str = ""  # last error in the log
 
     @property
     def name(self) -> str:
-        """Return the name of the folder. If this name does not contain the name of the run, the result begins with that name."""
+        """Return the name of the run and the name of the folder, or only the latter if it contains the name of the run."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
         return folder if name in folder else f"{name} {folder}"
 

@@ -27,9 +27,10 @@ COLUMNS = (
     "rank",  # position among the samples of the step; 0 is the best
     "last",  # position of the worst sample of the step
 )
-"""Columns of the table."""
-TOKEN_FIELDS = ("logprobs", "trainer_logprobs", "advantages", "versions", "trained")
+"""Columns of the table. Those without a comment are the step, and fields of mrl.core.sample_file.TextSample."""
+TOKEN_FIELDS = ("logprobs", "trainer_logprobs", "advantages", "versions", "trained")  # one value per token
 TOKEN_WORDS = {"logprobs": "log-probability", "trainer_logprobs": "mismatch", "advantages": "advantage"}
+"""Field -> its name in a sentence."""
 TEXT_SHARE = 0.6  # part of the limit for texts; tokens get the rest
 
 

@@ -1,6 +1,6 @@
 "use strict";
 // The browser of samples: filters, a list that draws only its visible rows, and one sample in full.
-const ROW = 68;
+const ROW = 68; // height of a row of the list, in pixels
 const PICKS = { all: "all samples", best: "best of each step", worst: "worst of each step", equal: "groups with equal rewards", mixed: "groups with different rewards", truncated: "truncated", failed: "not scored" };
 const block = (value) => el("div", { class: "text", tabindex: 0, role: "group", "aria-label": "text" }, String(value ?? ""));
 const fold = (title, open, ...content) => el("details", { open: open ? "" : null }, el("summary", {}, title), ...content);

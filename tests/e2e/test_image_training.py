@@ -1,0 +1,50 @@
+"""Runs on rows with images: a frozen vision tower with live weight sync, and a trained one with weight sync through files."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.extended
+
+# A random model solves no problem. Rewards must differ, because a step skips groups with equal rewards.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7
+"""
+TRAINED = ["model.train_vision=true", "weight_sync.transport=disk"]
+
+
+@pytest.mark.parametrize("vision", [[], TRAINED], ids=["frozen", "trained"])
+def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if_asked(start_mrl, tmp_path, vision):
+    (tmp_path / "letters_reward.py").write_text(REWARD)
+    task = tmp_path / "shapes"
+    run = start_mrl(
+        "train",
+        "experiment=quickstart",
+        "data.inputs._target_=mrl.data.shapes_task.make_shapes_task",
+        f"data.inputs.folder={task}",
+        f"data.train=[{task / 'train.parquet'}]",
+        f"data.test=[{task / 'test.parquet'}]",
+        f"model.path={task / 'model'}",
+        "sft.train=null",
+        "reward=function",
+        f"reward.path={tmp_path / 'letters_reward.py'}",
+        "rollout.prompts_per_step=6",
+        "rollout.responses_per_prompt=4",
+        "rollout.max_response_tokens=4",
+        "optim.warmup_steps=0",
+        "trainer.max_steps=2",
+        "trainer.eval_rows=8",
+        "trainer.stop_reward=null",
+        "tracking.backends=[]",
+        *vision,
+    ).finish(400)
+    assert run.process.returncode == 0, run.output()
+    steps = run.metrics()
+    assert [step["rollout/weight_version"] for step in steps] == [0, 1]
+    assert all(step["mismatch/logprob_abs_max"] < 1e-4 for step in steps), steps
+    before, after = (load_file(folder / "model.safetensors") for folder in (task / "model", run.folder / "hf"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".visual." not in name for name in changed)
+    assert any(".visual." in name for name in changed) == bool(vision)
