@@ -5,7 +5,6 @@ begins with the file and the line number.
 """
 
 import logging
-import os
 import re
 import signal
 import sys
@@ -46,7 +45,7 @@ from mrl.config.validate import (
     type_error_message,
     unknown_key_message,
 )
-from mrl.core.code_locations import CONF, add_working_directory
+from mrl.core.code_locations import CONF, add_working_directory, environment_variables
 from mrl.core.run_errors import StartError, report_error, set_wait_check
 from mrl.core.run_warnings import collect_warnings
 
@@ -155,20 +154,15 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
         arguments = ["--hydra-help"]  # for this option, Hydra composes only its own config, without the keys of mrl
     # All options come first, because argparse does not accept an option between two groups of overrides.
     sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
-    full_error = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     global _runs_hydra
     _runs_hydra = True
     try:
-        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(task)()
+        with environment_variables({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors instead of printing them
+            hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(task)()
     except _COMPOSITION_ERRORS as error:
         raise ValueError(composition_message(error, config_folders(arguments))) from None
     finally:
         _runs_hydra = False
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def _checked_config(composed: DictConfig, weights: bool) -> Config:

@@ -178,11 +178,9 @@ class EngineWatcher:
         self._left_out: dict[str, str] = {}  # URL -> why the engine gets no more requests
         # Why no engine is left; None: engines are in service, or new engines are starting
         self.lost: str | None = None
-        # Only the pool's event loop changes these two:
-        self._running = 0  # number of requests that are running now
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = (
-            deque()
-        )  # calls that wait, in order, with their `limit`
+        # Only the pool's event loop changes these two: the number of running requests, and the waiting calls with their `limit`
+        self._running = 0
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:

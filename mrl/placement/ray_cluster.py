@@ -38,7 +38,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixe
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
 from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
-from mrl.core.code_locations import import_environment, python_path
+from mrl.core.code_locations import environment_variables, import_environment, python_path
 from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
 from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
@@ -163,7 +163,7 @@ def ray_cluster(
         plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
         settings = dict(object_store_memory=store) | settings
         try:
-            with _variables(further), _local_start(bool(settings["log_to_driver"])):
+            with environment_variables(further), _local_start(bool(settings["log_to_driver"])):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
@@ -224,21 +224,6 @@ def _local_start(log_to_driver: bool) -> Iterator[None]:
         yield
     finally:
         parameter.RayParams, services.get_node = with_autoscaler, get_node
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that the block starts. Restore their values afterwards."""
-    former = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in former.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _restrict_to_loopback() -> None:

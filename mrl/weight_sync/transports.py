@@ -24,7 +24,7 @@ import pickle
 import socket
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.core.code_locations import environment_variables
 from mrl.weight_sync.transfer_plan import ProcessLocation
 
 logger = logging.getLogger(__name__)
@@ -331,7 +332,7 @@ def _join_group(
     store.set(f"{name}/ready/{rank}", "")
     # NCCL waits for missing ranks without a limit, so a rank first waits here until all ranks are ready
     store.wait([f"{name}/ready/{member}" for member in range(world_size)], timedelta(seconds=setup.timeout_s))
-    with _variables(NCCL_GROUP_VARIABLES if is_nccl else {}):
+    with environment_variables(NCCL_GROUP_VARIABLES if is_nccl else {}):
         group, _ = _new_process_group_helper(
             world_size,
             rank,
@@ -345,21 +346,6 @@ def _join_group(
     assert isinstance(group, dist.ProcessGroup), f"rank {rank} of {world_size} is not in its own group: {group}"
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
-
-
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the block, and restore their values afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _abort_group(group: dist.ProcessGroup) -> None:

@@ -48,6 +48,20 @@ def user_module(tmp_path, monkeypatch):
     return add
 
 
+@pytest.fixture
+def letters_reward(tmp_path) -> list[str]:
+    """Overrides with a reward that depends only on the letters of a response.
+
+    A random model solves no problem. Rewards must differ, because a step skips groups with equal rewards.
+    """
+    path = tmp_path / "letters_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(map(ord, solution_str)) % 7\n"
+    )
+    return ["reward=function", f"reward.path={path}"]
+
+
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
     """`make_once(name, make)` -> folder. The first pytest-xdist worker that needs the folder makes it. Other workers wait."""

@@ -6,17 +6,13 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.extended
 
-# A random model solves no problem. Rewards must differ, because a step skips groups with equal rewards.
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7
-"""
 TRAINED = ["model.train_vision=true", "weight_sync.transport=disk"]
 
 
 @pytest.mark.parametrize("vision", [[], TRAINED], ids=["frozen", "trained"])
-def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if_asked(start_mrl, tmp_path, vision):
-    (tmp_path / "letters_reward.py").write_text(REWARD)
+def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if_asked(
+    start_mrl, letters_reward, tmp_path, vision
+):
     task = tmp_path / "shapes"
     run = start_mrl(
         "train",
@@ -27,8 +23,7 @@ def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if
         f"data.test=[{task / 'test.parquet'}]",
         f"model.path={task / 'model'}",
         "sft.train=null",
-        "reward=function",
-        f"reward.path={tmp_path / 'letters_reward.py'}",
+        *letters_reward,
         "rollout.prompts_per_step=6",
         "rollout.responses_per_prompt=4",
         "rollout.max_response_tokens=4",

@@ -31,18 +31,12 @@ def is_equal(folder: Path, other: Path, name: str) -> bool:
     return torch.equal(load_file(folder / "model.safetensors")[name], load_file(other / "model.safetensors")[name])
 
 
-# A random model solves no problem of the quickstart. Rewards must differ, because a step skips groups with equal rewards.
-SOURCE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7
-"""
 MTP_WEIGHT, WEIGHT = "model.layers.2.eh_proj.weight", "model.layers.1.self_attn.o_proj.weight"
 
 
 @pytest.fixture
-def small(inputs, model, tmp_path) -> list[str]:
+def small(inputs, model, letters_reward) -> list[str]:
     """Overrides of a small run."""
-    (tmp_path / "letters_reward.py").write_text(SOURCE)
     batch = [
         "rollout.prompts_per_step=6",
         "rollout.responses_per_prompt=4",
@@ -55,8 +49,7 @@ def small(inputs, model, tmp_path) -> list[str]:
         *batch,
         "sft.train=null",
         "tracking.backends=[]",
-        "reward=function",
-        f"reward.path={tmp_path / 'letters_reward.py'}",
+        *letters_reward,
     ]
 
 
