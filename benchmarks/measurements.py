@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ class Measurement:
     unit: str
     kind: Kind
     better: Literal["lower", "higher"] = "lower"
-    spread: float = 0.0  # interquartile range of the repeats, as a fraction of the value
+    spread: float = 0.0  # interquartile range of the repeats, or distance between two runs; as a fraction of the value
 
     def __post_init__(self) -> None:
         assert self.kind in FLOORS, f"{self.name}: {self.kind!r} is none of the kinds {list(FLOORS)}"
@@ -57,6 +57,18 @@ def of_repeats(
     low, high = np.percentile(values, (25, 75))
     spread = float(high - low) / abs(middle) if middle else 0.0
     return Measurement(name, float(middle), unit, kind, better, spread)
+
+
+def mean_of(first: Measurement, second: Measurement) -> Measurement:
+    """Return the mean of a measurement over two runs of its program, or the second value if the measurement is a count.
+
+    The spread is the largest spread of a run, or the distance between both values as a fraction of their mean if it is larger.
+    """
+    if second.kind == "count":
+        return second
+    mean = (first.value + second.value) / 2
+    between = abs(first.value - second.value) / mean
+    return replace(second, value=mean, spread=max(between, first.spread, second.spread))
 
 
 def paired_ratio(

@@ -1,6 +1,6 @@
 """Measures the CPU time of a training step against a bare Megatron step on the same model and tokens, in one process.
 
-    python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile] [--json FILE]
+    python benchmarks/training_step.py [--sizes model|small|toy] [--repeats 7] [--profile] [--json FILE]
 
 "mrl" is `MegatronActor.update` on one mini-batch: it packs the rows, runs the forward pass, computes log-probabilities and
 entropies of the responses and the PPO loss, runs the backward pass, and takes the optimizer step. "Bare" is a step that a user of
@@ -33,6 +33,7 @@ from mrl.core.types import RankBatch, TokenBlock
 
 SIZES = {
     "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
+    "small": Sizes(128, 4, 2048, groups=2, responses=8, prompt=(64, 256), response=(32, 128)),
     "toy": Sizes(128, 4, 30, groups=64, responses=8, prompt=(4, 8), response=(4, 8)),
 }
 LR = 1e-9  # so small that float32 rounds Adam's changes of the weights away, and all methods train the same weights

@@ -4,8 +4,8 @@
     python benchmarks/weight_sync.py speed [--pushes 5]       pushes a 0.5B-parameter model from Megatron to a real engine
     python benchmarks/weight_sync.py delta [--steps 20]       trains with weight_sync.delta=true, which sends only differences
 
-`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times. With --json FILE, each command also
-writes its measurements into a JSON file.
+`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart once for each name in `--runs`, by default three
+times. With --json FILE, each command also writes its measurements into a JSON file.
 """
 
 import argparse
@@ -45,6 +45,14 @@ LAYOUTS = [
     ("Qwen3-30B-A3B", dict(tp=2, pp=2, dp=4, ep=8, etp=1), dict(tp=8, ep=8), 2),
     ("Qwen3-30B-A3B", dict(tp=4, dp=4, ep=4), dict(tp=4), 4),
 ]
+DELTA_RUNS = {  # name on the command line -> (title, overrides of the quickstart)
+    "float32": ("float32, learning rate of the quickstart", []),
+    "bfloat16": ("bfloat16, learning rate of the quickstart", ["model.dtype=bfloat16"]),
+    "bfloat16_low_lr": (
+        "bfloat16, learning rate 1e-6",
+        ["model.dtype=bfloat16", "optim.lr=1e-6", "optim.warmup_steps=0"],
+    ),
+}
 
 
 def config_of(name: str) -> dict:
@@ -213,13 +221,8 @@ def measure_speed(arguments: argparse.Namespace) -> None:
 
 def measure_delta(arguments: argparse.Namespace) -> None:
     """Print, for training runs, the bytes of the sent differences divided by the bytes of the weights."""
-    runs = {
-        "float32, learning rate of the quickstart": [],
-        "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
-        "bfloat16, learning rate 1e-6": ["model.dtype=bfloat16", "optim.lr=1e-6", "optim.warmup_steps=0"],
-    }
     table, found = Table("run", "steps", "first step", "median", "last", "reward, first and last five"), []
-    for name, overrides in runs.items():
+    for name, overrides in (DELTA_RUNS[key] for key in dict.fromkeys(arguments.runs)):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "run")
             fixed = [f"run.dir={folder}", "weight_sync.delta=true", "trainer.stop_reward=null", "trainer.save=false"]
@@ -258,6 +261,7 @@ def main() -> None:
     speed.set_defaults(run=measure_speed)
     delta = kinds.add_parser("delta")
     delta.add_argument("--steps", type=int, default=20)
+    delta.add_argument("--runs", nargs="+", choices=DELTA_RUNS, default=list(DELTA_RUNS), help="trainings to measure")
     delta.set_defaults(run=measure_delta)
     for kind in (count, speed, delta):
         measurements.add_json_option(kind)

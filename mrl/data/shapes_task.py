@@ -1,4 +1,4 @@
-"""Synthetic task with images: count the shapes of one kind and color in a picture. The module also writes a tiny image model.
+"""Synthetic task with images: count the shapes of one form and color in a picture. The module also writes a tiny image model.
 
 PIL draws the pictures. Nothing is downloaded.
 """
@@ -15,6 +15,7 @@ COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}  
 SHAPES = ("circle", "square", "triangle")
 # A picture has CELLS x CELLS cells of CELL_PIXELS x CELL_PIXELS pixels, with at most one shape each.
 CELLS, CELL_PIXELS = 3, 16
+MAX_COUNT = 3  # largest answer; also the largest number of other shapes in a picture
 SHAPES_NUM_TRAIN, SHAPES_NUM_TEST = 2048, 128  # number of problems in train.parquet and in test.parquet
 CONTEXT_TOKENS = 128  # largest number of tokens of prompt and response together
 
@@ -50,8 +51,8 @@ TINY_IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def make_shapes_task(folder: str | Path, seed: int = 0, model: str = "qwen3_vl") -> None:
     """Create in `folder` the task of counting shapes: train and test parquet files, and `model/`.
 
-    The image files are in the column `images` of the parquet files. `model` is a key of TINY_IMAGE_MODELS. Does nothing if
-    `folder` exists. The folder is created atomically, so several processes may call this function at the same time.
+    No problem is in both parquet files. Their column `images` has the image files. `model` is a key of TINY_IMAGE_MODELS. Does
+    nothing if `folder` exists. The folder is created atomically, so several processes may call this function at the same time.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -60,26 +61,40 @@ def make_shapes_task(folder: str | Path, seed: int = 0, model: str = "qwen3_vl")
         if partial is None:
             return
         rng = random.Random(seed)
-        for split, count in (("train", SHAPES_NUM_TRAIN), ("test", SHAPES_NUM_TEST)):
-            rows = [shapes_problem(rng, split) for _ in range(count)]
+        train = [shapes_problem(rng, "train") for _ in range(SHAPES_NUM_TRAIN)]
+        known, test = {_content(row) for row in train}, []
+        while len(test) < SHAPES_NUM_TEST:
+            row = shapes_problem(rng, "test")
+            test += [row] if _content(row) not in known else []
+        for split, rows in (("train", train), ("test", test)):
             pq.write_table(pa.Table.from_pylist(rows), partial / f"{split}.parquet")
         make_tiny_image_model(partial / "model", context=CONTEXT_TOKENS, initializer_range=0.06, seed=seed, kind=model)
 
 
 def shapes_problem(rng: random.Random, split: str = "train") -> dict[str, Any]:
-    """Return an RL row with verl's columns: a random picture, and the question how many shapes of one kind and color it has."""
-    drawn = [
-        (rng.choice(SHAPES), rng.choice(list(COLORS))) if rng.random() < 0.6 else None for _ in range(CELLS * CELLS)
-    ]
-    shape, color = rng.choice(SHAPES), rng.choice(list(COLORS))
+    """Return an RL row with verl's columns: a random picture, and the question how many shapes of one form and color it has.
+
+    The answers 0 to MAX_COUNT have the same probability.
+    """
+    pairs = [(shape, color) for shape in SHAPES for color in COLORS]
+    shape, color = asked = rng.choice(pairs)
+    count, num_others = rng.randint(0, MAX_COUNT), rng.randint(0, MAX_COUNT)
+    others = [pair for pair in pairs if pair != asked]
+    drawn = [asked] * count + rng.choices(others, k=num_others) + [None] * (CELLS * CELLS - count - num_others)
+    rng.shuffle(drawn)
     return {
         "data_source": "shapes",
         "prompt": [{"role": "user", "content": f"<image>{color} {shape}s="}],
         "images": [{"bytes": _png(draw_shapes(drawn)), "path": None}],
         "ability": "vision",
-        "reward_model": {"style": "rule", "ground_truth": str(drawn.count((shape, color)))},
+        "reward_model": {"style": "rule", "ground_truth": str(count)},
         "extra_info": {"split": split, "shape": shape, "color": color},
     }
+
+
+def _content(row: dict[str, Any]) -> tuple[bytes, str]:
+    """Return the picture and the question of a row."""
+    return row["images"][0]["bytes"], row["prompt"][0]["content"]
 
 
 def draw_shapes(drawn: list[tuple[str, str] | None]) -> Any:

@@ -27,7 +27,9 @@ ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entrop
 # The mean difference of log-probabilities is a problem if it exceeds both of these limits:
 MISMATCH_NATS = 0.05  # absolute limit
 MISMATCH_GROWTH = 5.0  # limit as a multiple of the mean difference in the first steps
-GRAD_NORM_GROWTH = 20.0  # a gradient norm above this factor times the norm of the first steps has exploded
+# A gradient norm above this factor times the norms of the first steps and of the best earlier step has exploded. The norms of the
+# first steps alone are too small for a run in which hardly any response is right at first, because most advantages are 0 then.
+GRAD_NORM_GROWTH = 20.0
 # The mean reward has collapsed if its fall since the best step exceeds both of these limits:
 REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step
 REWARD_ERRORS = 5.0  # number of standard errors of the mean reward in the best step
@@ -210,9 +212,12 @@ def _reward_collapsed(step: StepView) -> bool:
 
 
 def _diverged(step: StepView) -> str:
-    norm, first = step.value("optim/grad_norm"), step.baseline("optim/grad_norm")
-    if norm > GRAD_NORM_GROWTH * first > 0:
-        sign = f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps"
+    norm = step.value("optim/grad_norm")
+    first, best = step.baseline("optim/grad_norm"), step.best.get("optim/grad_norm", 0.0)
+    if norm > GRAD_NORM_GROWTH * max(first, best) > 0:
+        sign = (
+            f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps and {best:.3g} in the best step"
+        )
     elif _reward_collapsed(step):
         sign = (
             f"the mean reward fell to {step.value('reward/mean'):.3g}, from {step.best['reward/mean']:.3g} in the best step, and "

@@ -37,6 +37,7 @@ TRAINED_BY_OTHER_TESTS = {
         "test_colocated_runs.py",
         "test_critic_and_teacher.py",
     ),
+    "docs/how_to/images.md": ("test_image_training.py",),
     "docs/tutorials/agent.md": ("test_agent_run.py",),
 }
 """Pages whose training commands are only planned if no run folder is given, with the tests that train with the same settings."""

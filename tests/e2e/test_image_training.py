@@ -6,23 +6,18 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.extended
 
-TRAINED = ["model.train_vision=true", "weight_sync.transport=disk"]
+FROZEN = ["model.train_vision=false", "weight_sync.transport=auto"]
 
 
-@pytest.mark.parametrize("vision", [[], TRAINED], ids=["frozen", "trained"])
-def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if_asked(
-    start_mrl, letters_reward, tmp_path, vision
+@pytest.mark.parametrize("overrides", [FROZEN, []], ids=["frozen", "trained"])
+def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if_the_config_says_so(
+    start_mrl, letters_reward, tmp_path, overrides
 ):
     task = tmp_path / "shapes"
     run = start_mrl(
         "train",
-        "experiment=quickstart",
-        "data.inputs._target_=mrl.data.shapes_task.make_shapes_task",
+        "experiment=shapes",
         f"data.inputs.folder={task}",
-        f"data.train=[{task / 'train.parquet'}]",
-        f"data.test=[{task / 'test.parquet'}]",
-        f"model.path={task / 'model'}",
-        "sft.train=null",
         *letters_reward,
         "rollout.prompts_per_step=6",
         "rollout.responses_per_prompt=4",
@@ -32,7 +27,7 @@ def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if
         "trainer.eval_rows=8",
         "trainer.stop_reward=null",
         "tracking.backends=[]",
-        *vision,
+        *overrides,
     ).finish(400)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
@@ -42,4 +37,4 @@ def test_a_run_on_images_sends_equal_weights_and_trains_the_vision_tower_only_if
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".visual." not in name for name in changed)
-    assert any(".visual." in name for name in changed) == bool(vision)
+    assert any(".visual." in name for name in changed) == (overrides != FROZEN)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import balance, run
-from benchmarks.measurements import FLOORS, Measurement, of_repeats, paired_ratio, read, worse, write
+from benchmarks.measurements import FLOORS, Measurement, mean_of, of_repeats, paired_ratio, read, worse, write
 
 ROOT = Path(__file__).resolve().parents[2]
 # This program reports simulated seconds with 5 percent noise, so the test does not depend on the speed of the machine.
@@ -112,7 +112,7 @@ def as_last(outcomes: dict[str, run.Outcome]) -> dict:
 
 
 def run_and_compare(program: run.Program, last: dict) -> run.Outcome:
-    return run.run_again_if_worse(program, last, run.run_program(program, 60), 60)
+    return run.run_again(program, last, run.run_program(program, 60), 60)
 
 
 @pytest.mark.extended
@@ -127,15 +127,50 @@ def test_a_function_that_became_slower_is_called_and_an_unchanged_one_is_not(tmp
     assert re.match(r"work over base: .* ratio; worse by \d\d%, noise 1?\d\d?%", sentence)
 
 
-def test_a_measurement_is_called_worse_only_if_it_is_worse_in_two_runs(monkeypatch):
-    values = iter([2.0, 1.0, 2.0, 2.0])
-    made = lambda program, deadline_s: run.Outcome("slow.py", 1.0, 1.0, [number(next(values))])  # noqa: E731
-    monkeypatch.setattr(run, "run_program", made)
-    program, last = run.Program("slow", "slow.py", 60), as_last({"slow": run.Outcome("slow.py", 1, 1, [number(1.0)])})
-    assert run_and_compare(program, last).worse == []
-    assert len(run_and_compare(program, last).worse) == 1
-    (sentence,) = run.run_again_if_worse(program, last, run.Outcome("slow.py", 1.0, 1.0, [number(2.0)]), 1.0).worse
+def program_with_runs(monkeypatch, *measured: float | str) -> run.Program:
+    """Return a program whose runs measure these values, one after the other. A text is the error of a run that fails."""
+    outcomes = iter(
+        run.Outcome("slow.py", 1.0, 1.0, error=one)
+        if isinstance(one, str)
+        else run.Outcome("slow.py", 1.0, 1.0, [number(one)])
+        for one in measured
+    )
+    monkeypatch.setattr(run, "run_program", lambda program, deadline_s: next(outcomes))
+    return run.Program("slow", "slow.py", 60)
+
+
+LAST = run.Outcome("slow.py", 1.0, 1.0, [number(1.0)])
+
+
+@pytest.mark.parametrize(
+    "values, is_worse", [((1.0,), False), ((2.0, 1.0), False), ((2.0, 1.5, 1.0), False), ((2.0, 2.5, 3.0), True)]
+)
+def test_a_measurement_is_called_worse_only_if_it_is_worse_in_all_of_up_to_three_runs(monkeypatch, values, is_worse):
+    outcome = run_and_compare(program_with_runs(monkeypatch, *values), as_last({"slow": LAST}))
+    assert bool(outcome.worse) is is_worse and outcome.measurements == [number(values[-1])]
+
+
+def test_the_line_says_if_a_worse_measurement_could_not_be_repeated(monkeypatch):
+    program = program_with_runs(monkeypatch)
+    last, now = as_last({"slow": LAST}), run.Outcome("slow.py", 1.0, 1.0, [number(2.0)])
+    (sentence,) = run.run_again(program, last, now, 1.0).worse
     assert sentence.endswith("; no time remained to measure it again")
+
+
+def test_a_program_without_an_earlier_result_of_its_command_runs_twice(monkeypatch):
+    other_command = as_last({"slow": replace(LAST, command="slow.py --steps 4")})
+    for last in ({}, other_command):
+        outcome = run_and_compare(program_with_runs(monkeypatch, 1.0, 3.0), last)
+        assert outcome.measurements == [number(2.0, spread=1.0)] and not outcome.worse
+        failed = run_and_compare(program_with_runs(monkeypatch, 1.0, "exit status 3"), last)
+        assert failed.error is None and failed.measurements == [number(1.0)], "the first result is kept"
+        late = run.run_again(program_with_runs(monkeypatch), last, LAST, 1.0)
+        assert late.measurements == LAST.measurements
+
+
+def test_two_different_counts_are_not_averaged():
+    assert mean_of(number(101, "count"), number(100, "count")) == number(100, "count")
+    assert mean_of(number(1.0, spread=0.5), number(1.2)) == number(1.1, spread=0.5)
 
 
 def test_results_of_another_machine_or_command_are_not_compared_in_seconds():
@@ -178,7 +213,7 @@ def test_a_program_that_fails_when_it_runs_again_is_reported_as_failed(monkeypat
     assert outcome.error == "exit status 3" and outcome.worse == []
 
 
-def test_all_programs_run_before_one_of_them_runs_again(monkeypatch):
+def test_all_programs_run_before_the_worse_ones_run_again(monkeypatch):
     ran = []
 
     def measured(program, deadline_s):
@@ -189,7 +224,7 @@ def test_all_programs_run_before_one_of_them_runs_again(monkeypatch):
     programs = [run.Program(name, f"{name}.py", 60) for name in "abc"]
     last = as_last({name: run.Outcome(f"{name}.py", 1.0, 1.0, [number(1.0)]) for name in "abc"})
     outcomes, _ = run.run_all(programs, last, 60, Console(quiet=True))
-    assert ran == ["a", "b", "c", "a"]
+    assert ran == ["a", "b", "c", "a", "a"]
     assert {name: len(outcome.worse) for name, outcome in outcomes.items()} == {"a": 1, "b": 0, "c": 0}
 
 

@@ -1,8 +1,10 @@
 """Runs with images: plans, requests to engines, and the layout of image models in an engine."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_families import IMAGE_FAMILIES, image_config
@@ -75,6 +77,15 @@ def test_the_shapes_task_can_be_planned(inputs, tmp_path):
     assert train.encode(3).count(actor.arch.vision.image_token) == pixels.grid_thw.prod() // 4
     layout = engine_layout(config, actor)
     assert not any("visual" in name for name in layout.param_shapes(0))
+
+
+def test_the_held_out_problems_of_the_shapes_task_are_new_and_all_answers_are_likely(inputs):
+    files = [pq.read_table(inputs / f"{split}.parquet").to_pylist() for split in ("train", "test")]
+    train, test = ({(row["images"][0]["bytes"], row["prompt"][0]["content"]) for row in rows} for rows in files)
+    assert len(files[0]) == 2048 and len(files[1]) == 128 and not train & test
+    for rows in files:
+        answers = Counter(row["reward_model"]["ground_truth"] for row in rows)
+        assert sorted(answers) == ["0", "1", "2", "3"] and max(answers.values()) < 0.35 * len(rows), answers
 
 
 def test_a_model_without_a_tower_cannot_read_the_prompts(inputs, tmp_path):

@@ -238,6 +238,18 @@ def test_steps_that_warm_up_the_critic_are_not_the_first_steps(tmp_path):
     assert "the gradient norm rose to 40, from 0.5" in lines[0] and "collapsed to 0.01" in lines[1]
 
 
+def test_a_gradient_norm_that_grows_with_the_reward_is_no_divergence():
+    """At the start of a run in which hardly any response is right, most advantages are 0, and the norm is small."""
+    lines = []
+    health = LearningHealth(SETTINGS, lines.append)
+    for step in range(1, 21):
+        health.check(step, HEALTHY | {"reward/mean": 0.02 * step, "optim/grad_norm": 0.02 * step**2})
+    assert lines == []
+    for step in range(21, 23):
+        health.check(step, HEALTHY | {"reward/mean": 0.4, "optim/grad_norm": 170.0})
+    assert "the gradient norm rose to 170, from 0.08 in the first steps and 8 in the best step" in lines[0]
+
+
 def test_a_problem_of_one_step_is_noise():
     for bad in (NO_ADVANTAGE | {"reward/std": 0.0}, {"rollout/truncated_fraction": 1.0}, {"optim/grad_norm": 40.0}):
         assert reports_of(bad, bad_steps=1) == []
