@@ -215,9 +215,8 @@ def _diverged(step: StepView) -> str:
     norm = step.value("optim/grad_norm")
     first, best = step.baseline("optim/grad_norm"), step.best.get("optim/grad_norm", 0.0)
     if norm > GRAD_NORM_GROWTH * max(first, best) > 0:
-        sign = (
-            f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps and {best:.3g} in the best step"
-        )
+        in_best = f" and {best:.3g} in the best step" if best else ""  # a step that warmed up the critic has no norm
+        sign = f"the gradient norm rose to {norm:.3g}, from {first:.3g} in the first steps{in_best}"
     elif _reward_collapsed(step):
         sign = (
             f"the mean reward fell to {step.value('reward/mean'):.3g}, from {step.best['reward/mean']:.3g} in the best step, and "

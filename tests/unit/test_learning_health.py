@@ -236,6 +236,7 @@ def test_steps_that_warm_up_the_critic_are_not_the_first_steps(tmp_path):
     for step, row in enumerate([*rows, *[HEALTHY | {"policy/entropy_mean": 0.01, "optim/grad_norm": 40.0}] * 3], 1):
         health.check(step, row)
     assert "the gradient norm rose to 40, from 0.5" in lines[0] and "collapsed to 0.01" in lines[1]
+    assert "from 0.5 in the first steps: the training diverges" in lines[0], "the best step, the first, has no norm"
 
 
 def test_a_gradient_norm_that_grows_with_the_reward_is_no_divergence():
