@@ -31,8 +31,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import measurements
-from benchmarks.measurements import Measurement, read, worse
+from benchmarks.measurements import Measurement, mean_of, read, worse
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT, REFERENCES = ROOT / "build/bench", ROOT / "benchmarks/results"
@@ -166,14 +165,20 @@ def end_group(process: subprocess.Popen) -> None:
         return
 
 
+def earlier_result(last: Mapping[str, Any], name: str, command: str) -> Mapping[str, Any] | None:
+    """Return the last result of the program `name`; None if it has none, or if its last result is of another command."""
+    before = last.get("programs", {}).get(name)
+    return before if before and before["command"] == command else None
+
+
 def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str, str]:
     """Return {name of a measurement: sentence} for each measurement of the program that is worse than in the last results.
 
     `name`: the program. Nothing is compared if the program had another command. If the last results are from another machine,
     only ratios and counts are compared.
     """
-    before = last.get("programs", {}).get(name)
-    if not before or before["command"] != now.command:
+    before = earlier_result(last, name, now.command)
+    if before is None:
         return {}
     same = before["machine"] == machine()
     found = [one for one in now.measurements if same or one.kind in ("ratio", "count")]
@@ -185,11 +190,12 @@ def run_again(program: Program, last: Mapping[str, Any], outcome: Outcome, remai
     """Run a program again while a measurement was worse than the last one in all its runs, but at most MAX_RUNS times in all.
 
     Returns the outcome of the last run, with a sentence for each measurement that was worse in all runs. A program without an
-    earlier result of the same command runs a second time (`repeat`).
+    earlier result of the same command runs a second time (`repeat`). A program that failed does not run again.
     """
-    before = last.get("programs", {}).get(program.name)
-    if outcome.error or not before or before["command"] != program.command:
-        return outcome if outcome.error else repeat(program, outcome, remaining_s)
+    if outcome.error:
+        return outcome
+    if earlier_result(last, program.name, program.command) is None:
+        return repeat(program, outcome, remaining_s)
     found, end = what_got_worse(last, program.name, outcome), time.monotonic() + remaining_s
     for _ in range(MAX_RUNS - 1):
         remaining_s = end - time.monotonic()
@@ -216,7 +222,7 @@ def repeat(program: Program, outcome: Outcome, remaining_s: float) -> Outcome:
     if second.error:
         return outcome
     first = {one.name: one for one in outcome.measurements}
-    found = [measurements.mean_of(first[one.name], one) for one in second.measurements if one.name in first]
+    found = [mean_of(first[one.name], one) for one in second.measurements if one.name in first]
     reference_cpu_s = (outcome.reference_cpu_s + second.reference_cpu_s) / 2
     return replace(second, measurements=found, reference_cpu_s=reference_cpu_s)
 

@@ -65,7 +65,8 @@ def make_shapes_task(folder: str | Path, seed: int = 0, model: str = "qwen3_vl")
         known, test = {_content(row) for row in train}, []
         while len(test) < SHAPES_NUM_TEST:
             row = shapes_problem(rng, "test")
-            test += [row] if _content(row) not in known else []
+            if _content(row) not in known:
+                test.append(row)
         for split, rows in (("train", train), ("test", test)):
             pq.write_table(pa.Table.from_pylist(rows), partial / f"{split}.parquet")
         make_tiny_image_model(partial / "model", context=CONTEXT_TOKENS, initializer_range=0.06, seed=seed, kind=model)
