@@ -158,7 +158,7 @@ class SimulatedRanks:
         temperature: float,
         names: Sequence[str],
     ) -> RankColumns:
-        """On the rank of each replica that has the results (tp 0, cp 0, last pp), return columns of zeros; else no columns."""
+        """Return columns of zeros on the one rank of a replica that has results (tp 0, cp 0, last pp), else no columns."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return RankColumns({}, 0.0)

@@ -56,7 +56,7 @@ def make_model(args: argparse.Namespace) -> list[Tensor]:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run one forward and one backward pass in this process.
 
-    Returns the MiB in addition to the inputs of the policy, the CPU-seconds, and the loss per position as a checksum.
+    Returns the peak memory minus the inputs of the policy (MiB), the CPU-seconds, and the loss per position as a checksum.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ METHODS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # r
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run one forward and one backward pass in this process.
 
-    Returns the MiB in addition to the inputs, the CPU-seconds, and the sum of the log-probabilities as a checksum.
+    Returns the peak memory minus the inputs (MiB), the CPU-seconds, and the sum of the log-probabilities as a checksum.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)

@@ -62,7 +62,7 @@ def of_repeats(
 def mean_of(first: Measurement, second: Measurement) -> Measurement:
     """Return the mean of a measurement over two runs of its program, or the second value if the measurement is a count.
 
-    The spread is the largest spread of a run, or the distance between both values as a fraction of their mean if it is larger.
+    The spread is the larger spread of both runs or, if it is larger, the distance between both values divided by their mean.
     """
     if second.kind == "count":
         return second

@@ -128,7 +128,7 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Return the largest difference between elements of `expected` and `found`, relative to the largest element of the tensor."""
+    """Return the largest difference over all tensors. Differences are relative to the largest expected element of a tensor."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 
@@ -150,6 +150,6 @@ def interleaved(methods: dict[str, Callable[[], object]], repeats: int) -> dict[
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    """Divide each run by the run of the other method next to it. Returns "median (smallest to largest)" of these ratios."""
+    """Divide each run by the neighboring run of the other method. Returns "median (smallest to largest)" of the ratios."""
     ratios = [a / b for a, b in zip(seconds, base, strict=True)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

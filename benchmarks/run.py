@@ -187,7 +187,7 @@ def what_got_worse(last: Mapping[str, Any], name: str, now: Outcome) -> dict[str
 
 
 def run_again(program: Program, last: Mapping[str, Any], outcome: Outcome, remaining_s: float) -> Outcome:
-    """Run a program again while a measurement was worse than the last one in all its runs, but at most MAX_RUNS times in all.
+    """Run a program again as long as a measurement is worse than its last result in all runs so far, at most MAX_RUNS in total.
 
     Returns the outcome of the last run, with a sentence for each measurement that was worse in all runs. A program without an
     earlier result of the same command runs a second time (`repeat`). A program that failed does not run again.

@@ -37,16 +37,16 @@ _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's fiel
 # Megatron's field: [layers] 1 if the layer is recurrent
 _RECURRENT_LAYERS = "linear_attention_freq"
 Block = Literal["attention", "recurrent", "dense", "moe"]
-"""Part of a layer: attention, a recurrence in its place (gated delta net or Mamba-2), an MLP, or experts in its place."""
+"""Part of a layer: attention or, in its place, a recurrence (gated delta net, Mamba-2); an MLP or, in its place, experts."""
 
 
 @dataclass(frozen=True)
 class VisionTower:
     """The vision tower of an image model, which is a module of transformers, and how the language model uses its outputs."""
 
-    model_type: str  # of the tower's config in transformers
+    model_type: str  # model type of the tower's config in transformers
     config: dict[str, Any]  # fields of the tower's config
-    image_token: int  # id of the image token, whose embedding an output of the tower replaces
+    image_token: int  # id of the image token; an output of the tower replaces the embedding of each image token
     merge_size: int  # merge_size**2 patches give one output
     rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
     # placeholder in the rows of the tower, "block" or "feature" -> number of blocks or of features of the tower. Feature i is a
@@ -76,8 +76,8 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     window_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    # [layers] whether the layer has an indexer. A layer without an indexer uses the choice of the nearest earlier indexer.
-    # Empty: attention is not sparse.
+    # [layers] whether the layer has an indexer. A layer without an indexer uses the keys that the nearest earlier indexer has
+    # chosen. Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
     # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
     interleaved_rope: bool = False
@@ -117,7 +117,7 @@ class Architecture:
         return self.has_sparse_attention and self.indexer_layers[layer]
 
     def check_first_layers_of_stages(self, first_layers: Iterable[int]) -> None:
-        """Raise ValueError if a pipeline stage would begin with a layer that needs the choice of an indexer in an earlier stage.
+        """Raise ValueError if a pipeline stage would begin with a layer that needs keys chosen in an earlier stage.
 
         `first_layers`: index of the first layer of each virtual stage.
         """
@@ -227,7 +227,7 @@ class Architecture:
         MTP layers count if they are trained. In layers with a sliding window, every token counts as if it attended to a whole
         window. For sequences that are not much longer than the window, this is an upper bound. In sparse attention, the products
         with all keys count, because trainers compute all of them, and the products of the indexer count, too. `num_outputs`:
-        numbers that the output head computes for each token; None: the logits of the vocabulary.
+        number of values that the output head computes for each token; None: one logit for each token of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -340,7 +340,7 @@ class Family:
         return count
 
     def mtp_names(self, config: HFConfig) -> list[str]:
-        """Return the Hugging Face names of the tensors of the MTP layers, without copies."""
+        """Return the Hugging Face names of the tensors of the MTP layers, except tensors that are copies (see `mtp_copies`)."""
         arch = self.read(replace(config, train_mtp=True))
         return [name for row in self.param_mappings(arch) if row.megatron.startswith(MTP_PREFIX) for name in row.hf]
 
@@ -407,7 +407,7 @@ class Family:
         return expanded
 
     def mtp_copies(self, arch: Architecture) -> dict[str, str]:
-        """Return copy -> copied tensor (Hugging Face names), for the tensors of trained MTP layers that are copies."""
+        """Return copy -> copied tensor (Hugging Face names), for tensors of trained MTP layers that repeat other tensors."""
         copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
         names = {name for row in self.rows(arch) for name in row.hf}
         return {copy: source for copy, source in copies.items() if source in names}
@@ -423,7 +423,7 @@ class Family:
 
     @property
     def engine_float32_tensors(self) -> tuple[str, ...]:
-        """Suffixes of the Hugging Face tensors whose SGLang parameters have a suffix of `engine_float32`."""
+        """Suffixes of the names of the Hugging Face tensors that SGLang stores in float32 (see `engine_float32`)."""
         parts = [part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,))]
         for name, renamed in self.engine_renames.items():
             parts += [part.removesuffix(renamed) + name for part in parts if part.endswith(renamed)]

@@ -44,7 +44,7 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
-# Classifier of texts -> language model. In these families, XForSequenceClassification is the classifier of the image model.
+# Text classifier -> language model, for families X in which XForSequenceClassification is the classifier of the image model.
 _TEXT_CLASSIFIERS = {f"{name}Text{_CLASSIFIER}": f"{name}{_LANGUAGE_MODEL}" for name in ("Gemma3", "Qwen3_5")}
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
@@ -120,7 +120,7 @@ class HFConfig:
         return replace(self, defaults=defaults, read_fields=set())
 
     def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
-        """Return the config that the field `name` contains, with no field marked as read. If given, `fields` are its fields.
+        """Return the config in the field `name`, with no field marked as read. If given, `fields` replace its fields.
 
         Raises ValueError if the field is missing or is not an object.
         """
@@ -195,8 +195,9 @@ class HFConfig:
     def rope_by_layer(self, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
         """Return the rotary embeddings of layers with full attention and of layers with a sliding window.
 
-        `theta` and `local_theta` are the bases of the two. `rope_parameters` has parameters for each kind of layer. A base among
-        them has priority. The field `rope_scaling` of transformers 4 applies to full attention only.
+        `theta` is the base for full attention, and `local_theta` is the base for a sliding window. `rope_parameters` has
+        parameters for each kind of layer. If they contain a base (`rope_theta`), it has priority. The field `rope_scaling` of
+        transformers 4 applies to full attention only.
         """
         self.read_fields.update(("rope_parameters", "rope_scaling"))
         by_kind = dict(self.fields.get("rope_parameters") or {})

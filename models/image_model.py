@@ -1,4 +1,4 @@
-"""ImageGPTModel: Megatron's GPTModel with a vision tower of transformers on the first pipeline stage.
+"""ImageGPTModel: Megatron's GPTModel with a vision tower from the library transformers, on the first pipeline stage.
 
 The outputs of the tower replace the embeddings of the image tokens of a pack. In models with DeepStack (Qwen3-VL), the tower has
 further outputs, the features, which are added to the outputs of the first decoder layers. Every tensor-parallel and every
@@ -90,7 +90,7 @@ class ImageGPTModel(GPTModel):
         return place(embedded, found.pooler_output), [place(torch.zeros_like(embedded), each) for each in features]
 
     def _scatter(self, hidden: Tensor) -> Tensor:
-        """Return this rank's part [L/tp, 1, H] under sequence parallelism, otherwise `hidden`."""
+        """Return this rank's part [L/tp, 1, H] of `hidden` under sequence parallelism, otherwise the whole `hidden`."""
         if not self.config.sequence_parallel:
             return hidden
         return scatter_to_sequence_parallel_region(hidden, group=self.pg_collection.tp)

@@ -69,8 +69,8 @@ def _build_adapter(
 ) -> LoraAdapter:
     """Return the adapter of the linear layer with this weight: A is random and B is 0, so the model's outputs do not change.
 
-    `has_norm`: whether the layer also computes the norm before it. `row`: row of the weight in the family's table. `sizes`:
-    Architecture.sizes and the rank of the adapters.
+    `has_norm`: whether the module of the layer also computes the norm of the layer's input. `row`: row of the weight in the
+    family's table. `sizes`: Architecture.sizes and the rank of the adapters.
     """
     group = groups.tp_group() if row.expert is None else groups.etp_group()
     boxes = row.split_over_ranks(sizes, group.size())

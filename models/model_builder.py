@@ -137,7 +137,7 @@ def can_fuse_rope(arch: Architecture) -> bool:
 
     Transformer Engine's kernel cannot multiply cosines and sines by an amplitude (YaRN, LongRoPE). For latent attention, Megatron
     uses a Triton kernel of its own instead. mrl cannot use that kernel: it needs a batch dimension or `cu_seqlens`, and with
-    `cu_seqlens` it counts positions from the start of each sequence in the pack, although responses may share a prompt.
+    `cu_seqlens` it counts positions from the start of each sequence in the pack, which is wrong if responses share a prompt.
     """
     ropes = [rope for rope in (arch.rope, arch.window_rope) if rope is not None]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
@@ -231,7 +231,7 @@ def _attention(
 
 
 def _recurrence(config: TransformerConfig, provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
-    """Return the spec of a recurrent layer's first block: Mamba-2 or a gated delta net. `plans` is common to all these layers."""
+    """Return the spec of a recurrent layer's first block, Mamba-2 or a gated delta net. The layers share one PlanCache."""
     return ModuleSpec(
         module=PackedMamba2 if arch.has_mamba else PackedGatedDeltaNet,
         params={
@@ -316,7 +316,7 @@ def _full_attention(config: TransformerConfig, packed_attention: bool, arch: Arc
 
 
 def _mtp_layer_specs(config: TransformerConfig, packed_attention: bool, arch: Architecture) -> list[ModuleSpec]:
-    """Return the decoder layer of each MTP layer. It has attention, and experts if the model has experts."""
+    """Return the spec of the decoder layer in each MTP layer: attention, and experts if the model has experts, else an MLP."""
     attention = _full_attention(config, packed_attention, arch)
     blocks: tuple[Block, ...] = ("attention", "moe" if arch.num_experts else "dense")
     return [_layer_spec(config, attention, spec_provider(), arch.parts, blocks)] * arch.mtp_layers
@@ -327,7 +327,7 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers in one virtual stage of this rank.
 
-    Raises ValueError if the stage would begin with a layer that needs the choice of an indexer in an earlier stage.
+    Raises ValueError if the stage would begin with a layer that needs keys chosen in an earlier stage.
     """
     provider = spec_provider()
     attention = window_attention = _full_attention(config, packed_attention, arch)
@@ -390,7 +390,7 @@ def build_model(
 
 @contextmanager
 def _without_megatron_wgrad_fusion(config: TransformerConfig) -> Iterator[None]:
-    """Without Apex's extension, turn off fused weight gradients of Megatron's own matrices in this context.
+    """Context in which Megatron's own matrices compute weight gradients without fusion if Apex's extension is missing.
 
     The constructor of Megatron's output layer raises an error if fusion is on but the extension is missing. The output layer does
     not need fusion, because mrl itself computes the gradient of its weight. `parallel.optimizer.wrap_ddp` turns fusion on in

@@ -60,13 +60,13 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
 class MtpGPTModel(GPTModel):
     """A language model whose last pipeline stage has MTP layers in the attribute `mtp`.
 
-    `output_processor`, an argument of Megatron's `forward`, gets the hidden states [L, 1, H] of the model. If the pack has
-    `later_tokens`, it gets those of the model and of all MTP layers, [L, 1 + MTP layers, H]. Under sequence parallelism, L/tp
-    replaces L.
+    The function `output_processor`, an argument of Megatron's `forward`, gets the hidden states [L, 1, H] of the model. If the
+    pack has `later_tokens`, the function gets the hidden states of the model and of all MTP layers, [L, 1 + MTP layers, H].
+    Under sequence parallelism, L/tp replaces L.
     """
 
     def __init__(self, config, *args, mtp_layer_specs: Sequence[ModuleSpec], **kwargs) -> None:
-        """`mtp_layer_specs`: the decoder layer of each MTP layer."""
+        """`mtp_layer_specs`: spec of the decoder layer in each MTP layer."""
         super().__init__(config, *args, **kwargs)
         self.num_mtp_layers = len(mtp_layer_specs)
         self.token_embedding: Tensor | None = None  # copy of the embedding, see `embedding_for_mtp`
@@ -130,7 +130,7 @@ class MtpGPTModel(GPTModel):
 
 @contextmanager
 def embedding_for_mtp(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context in which the last pipeline stage has a copy of the embedding of the first one. All ranks must enter it.
+    """Context in which the last pipeline stage has a copy of the first stage's embedding. All ranks must enter the context.
 
     `chunks`: virtual stages of this rank. Nothing is copied without MTP layers, with a single pipeline stage, or if the output
     layer of the last stage is the embedding.

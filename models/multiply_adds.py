@@ -1,4 +1,4 @@
-"""Multiply-adds of the blocks of a layer, for the fields `t` of Megatron's TransformerConfig that a model family sets."""
+"""Counts the multiply-adds of the blocks of a layer. `t`: fields of Megatron's TransformerConfig that a model family sets."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def recurrent_value_width(t: dict[str, Any]) -> int:
 
 
 def latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the two numbers of `attention_multiply_adds` for latent attention."""
+    """Return for latent attention the two numbers that `attention_multiply_adds` returns for grouped-query attention."""
     # `shared`: size of the part of the key that all heads share; `key`, `value`: sizes of the key and the value of one head
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
@@ -52,7 +52,7 @@ def indexer_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
 
 
 def mlp_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the multiply-adds per token of an MLP, and of the experts in its place.
+    """Return (multiply-adds per token of an MLP, multiply-adds per token of the experts that replace an MLP).
 
     Each token passes through the experts that its router chooses, and through the shared experts. An MLP without a gate has two
     matrices instead of three.

@@ -1,4 +1,4 @@
-"""Divergences between a teacher and a student from hidden states, with vocabulary-parallel output layers.
+"""Computes divergences between a teacher and a student from their hidden states, with vocabulary-parallel output layers.
 
 A model's distribution is softmax(hidden @ weight.T / temperature). The student's distribution is called s, and the teacher's t.
 Student and teacher have the same vocabulary, but their hidden sizes may differ.

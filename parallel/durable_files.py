@@ -45,7 +45,7 @@ def apply_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the umask of this process. os.umask would change it for a moment, also for files that other threads create."""
+    """Return the umask without os.umask, which would change it for a moment, also for files that other threads create."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
 

@@ -37,7 +37,7 @@ def initialize(dims: ParallelDims, seed: int) -> None:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Create process groups of this process only, and destroy them at the end. Does nothing if there are process groups."""
+    """Context with process groups of only this process, destroyed at the end. Does nothing if process groups exist already."""
     if dist.is_initialized():
         yield
         return

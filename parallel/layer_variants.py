@@ -1,4 +1,4 @@
-"""Variants of Megatron's self-attention, of its layer, and of its experts.
+"""Variants of three modules of Megatron: self-attention, transformer layer, and experts.
 
 The variants have norms of whole projections, norms after each block, another rotary embedding, scaled queries, or experts with
 biases. In the shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of

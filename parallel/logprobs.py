@@ -32,7 +32,10 @@ PADDING_LOGIT = -1e30
 PRODUCT_ROWS = 8192
 """Largest number of rows of a matrix product that exist at a time while the product is added to a sum of a wider dtype."""
 ALIGNED_ROWS = 64
-"""A slice of more than this number of rows, but not of all rows, is rounded down to a multiple of it: such products are fast."""
+"""A slice of more rows than this is rounded down to a multiple of this number, because such products are fast.
+
+A slice that contains all rows is not rounded.
+"""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula

@@ -114,7 +114,7 @@ class _WatchedGroup:
         if self._expected is None and len(self._found) == len(self.params):
             self._expected = self._found
         self._found, self._started = {}, False
-        # As before the first step, in which Megatron starts no reduction itself.
+        # This keeps the group in its state before the first step, in which Megatron starts no reduction itself.
         self._group.per_param_grad_ready_counts = {}
 
 
@@ -144,8 +144,8 @@ def wrap_ddp(
     bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:
     - The head of the actor reads the weight of the output layer without calling that layer, so it would read stale weights.
     - A replica without a micro-batch calls no module, so it would not take part in the all-gather.
-    - After the last optimizer step of a training step, the weight sync, or the copy to the host before the reference is loaded,
-      reads all parameters at once. The all-gather would have no computation to overlap with.
+    - The last optimizer step of a training step is followed by the weight sync, or by the copy to the host before the reference
+      is loaded. This operation reads all parameters at once. The all-gather would have no computation to overlap with.
     """
     defaults = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False)
     config = DistributedDataParallelConfig(**defaults | dict(settings or {}), overlap_grad_reduce=overlap)

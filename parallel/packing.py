@@ -103,8 +103,8 @@ class PackedSequences(PackedSeqParams):
     layer_features: tuple[Tensor, ...] = ()
     layout: "PackLayout | None" = None  # positions of the segments, which recurrent layers need
     # index of a layer with an indexer -> the masks of the keys that the layer has chosen, one for each of `calls` (see
-    # parallel.sparse_attention). Only layers whose choice the next layer reads have an entry. In training, the layer's backward
-    # pass removes the entry. Otherwise, the last layer that reads the entry removes it.
+    # parallel.sparse_attention). A layer has an entry only if the next layer uses the same keys. In training, the layer's
+    # backward pass removes the entry. Otherwise, the last layer that reads the entry removes it.
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     # [MTP layers, L] row i: the token i + 1 places after each token in its sequence, 0 after the end; None: no MTP layer runs
     later_tokens: Tensor | None = None

@@ -63,8 +63,8 @@ def run_forward_backward[O](
     With `all_reduce_gradients`, every replica gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
-    # The function must return a tensor on the device. Megatron would copy a float to the GPU in each micro-batch, and the host
-    # would wait for the copy.
+    # moe_grad_scale_func must return a tensor on the device. Megatron would copy a float to the GPU in each micro-batch, and
+    # the host would wait for the copy.
     config.moe_grad_scale_func = lambda: torch.full((), aux_scale, device=device())
     for chunk in chunks:
         chunk.force_all_reduce = all_reduce_gradients  # GradientReducer reads this attribute before each reduction

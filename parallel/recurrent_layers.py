@@ -118,7 +118,7 @@ class PackedRecurrence(MegatronModule):
         raise NotImplementedError
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Apply the norm and the gates to `output`, in the order that the model needs; `output` and `gate` have one shape."""
+        """Apply the norm and the gates to `output`, in the order that the model needs. `gate` has the shape of `output`."""
         raise NotImplementedError
 
     def forward(
@@ -163,10 +163,11 @@ class PackedRecurrence(MegatronModule):
 class PackedGatedDeltaNet(PackedRecurrence):
     """Gated delta net over packs (Yang et al., 2024, arXiv:2412.06464). Each tensor-parallel rank has a part of the heads.
 
-    The layer projects each token to queries, keys, values, output gates, and two numbers for each value head. Beta determines the
-    weight of the update of the state. The state decays by the factor exp(-exp(A_log) softplus(alpha + dt_bias)), with learned
-    A_log and dt_bias for each value head. Several value heads share a key head, and form a group with this key head. A group has
-    the rows of its query, its key, its values, its gates, and one beta and one alpha for each of its value heads.
+    The layer projects each token to queries, keys, values, output gates, and two numbers for each value head, beta and alpha.
+    Beta determines the weight of the update of the state. Alpha determines the decay: the state is multiplied by the factor
+    exp(-exp(A_log) softplus(alpha + dt_bias)), with learned A_log and dt_bias for each value head. Several value heads share a
+    key head, and form a group with this key head. A group has the rows of its query, its key, its values, its gates, and one
+    beta and one alpha for each of its value heads.
     """
 
     sharded = dict.fromkeys(("conv_weight", "dt_bias", "A_log"), 0)
@@ -201,8 +202,8 @@ class PackedGatedDeltaNet(PackedRecurrence):
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
         """Return the RMSNorm of each head of `output` [L, value heads, value channels], times the gates.
 
-        The norm multiplies by weight, not by 1 + weight. All tensor-parallel ranks have the same weight, and each rank has other
-        heads. So the backward pass sums the gradients of the weight over these ranks.
+        The norm multiplies by weight, not by 1 + weight. All tensor-parallel ranks have the same weight, but different heads.
+        So the backward pass sums the gradients of the weight over these ranks.
         """
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         return F.rms_norm(output, output.shape[-1:], weight, self.config.layernorm_epsilon) * F.silu(gate)

@@ -234,7 +234,7 @@ ROPE_TYPES: dict[str, type[Rope]] = {
 
 
 def rope_from_parameters(parameters: Mapping[str, Any], dim: int) -> Rope:
-    """Build the rotary embedding. `parameters` has a `rope_type`, and the fields of its class except `dim`.
+    """Build the rotary embedding. `parameters` has a `rope_type`, and the fields of the class for this type except `dim`.
 
     Raises:
         ValueError: the type or a field is unknown, a field is missing, or a value is invalid.

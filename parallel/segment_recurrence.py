@@ -148,7 +148,7 @@ def gated_delta_rule(
     query: Tensor,  # [S, n, k]
     key: Tensor,  # [S, n, k]
     value: Tensor,  # [S, n, v]
-    log_decay: Tensor,  # [S, n] logarithm of the factor of the state, at most 0
+    log_decay: Tensor,  # [S, n] logarithm of the factor by which the state decays, at most 0
     beta: Tensor,  # [S, n] weight of the update, from 0 to 1
     plan: RecurrencePlan,
 ) -> Tensor:  # [S, n, v]
@@ -243,7 +243,7 @@ def selective_scan(
     query: Tensor,  # [S, g, k] one query for all heads of a group
     key: Tensor,  # [S, g, k] one key for all heads of a group
     value: Tensor,  # [S, n, v]
-    log_decay: Tensor,  # [S, n] logarithm of the factor of the state, at most 0
+    log_decay: Tensor,  # [S, n] logarithm of the factor by which the state decays, at most 0
     step: Tensor,  # [S, n] weight of the update
     plan: RecurrencePlan,
 ) -> Tensor:  # [S, n, v]

@@ -33,7 +33,7 @@ PROCESS_ENV = "MRL_TIMELINE"  # environment variable of a child process: JSON of
 MAX_FILE_BYTES = 256 * 1024 * 1024  # a process stops recording when its file is this large
 MAX_WAITING_SPANS = 100_000  # spans that wait in memory to be written; further spans are dropped
 WRITE_INTERVAL_S = 1.0
-MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # longest duration of joined engine batches, and longest pause between two
+MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # engine batches in one span: longest duration, longest pause between two
 CLOSE_TIMEOUT_S = 5.0
 
 

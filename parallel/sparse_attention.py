@@ -63,7 +63,7 @@ class LightningIndexer(torch.nn.Module):
     """Chooses the keys to which each token attends. Every tensor-parallel rank computes all heads of the indexer.
 
     The ranks gather the compressed queries [L, q_lora_rank], the keys [L, c] and the weights of the heads [L, h], so that each
-    rank chooses the keys for all L queries. It would send more data to gather the queries [L, h, c] of all heads.
+    rank chooses the keys for all L queries. Gathering the queries [L, h, c] of all heads would send more data.
     """
 
     def __init__(self, config: MLATransformerConfig, rotary: AmplifiedRotaryEmbedding) -> None:
@@ -90,7 +90,7 @@ class LightningIndexer(torch.nn.Module):
     ) -> list[Tensor | None]:
         """Return for each call of the pack a mask [count, num_queries, num_keys] that is True at the chosen keys.
 
-        None stands for all keys that precede a query.
+        None in place of a mask: a query attends to all keys up to its own.
         """
         key = self.k_norm(self.wk(hidden).float())
         weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * (self.heads * self.channels) ** -0.5
@@ -214,8 +214,8 @@ class SparseAttention(PackedAttention):
     def _choose(self, x: Tensor, qr: Tensor, pack: PackedSequences, query: Tensor) -> list[Tensor | None]:
         """Choose the keys, and keep them for the layers that also use them.
 
-        The backward pass of this layer drops the keys. The layers that also use the keys run their backward passes before this
-        layer, also with recomputation.
+        The backward pass of this layer drops the keys. The backward passes of the other layers that use the keys come earlier,
+        also with recomputation.
         """
         assert self.indexer is not None, "this layer chooses the keys"
         masks = self.indexer(x.flatten(0, 1), qr, pack, self.tp_group, self.cp_group)

@@ -79,7 +79,7 @@ class Row:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What a refusal or a remark can depend on."""
+        """Facts about the family on which a refusal or a remark can depend: name -> value."""
         has_experts = any("experts" in name for name in self.fields)
         return {**self.settings} | {
             "not engine_is_native": self.settings.get("engine_is_native") is False,
@@ -208,7 +208,7 @@ class FamilyPage:
         return row.prefix in entry["families"]
 
     def _note(self, row: Row, entry: Mapping[str, Any]) -> str:
-        """Return the reference to the note with the message of the code and the values that it concerns."""
+        """Return the number of a note, in parentheses. The note has a message of the code and the values that it concerns."""
         value = row.facts.get(entry.get("if", ""))
         values = sorted(value) if isinstance(value, frozenset | tuple) else []
         message = find_message(read_module(self.root, Path(entry["file"])), entry["words"])

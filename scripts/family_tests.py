@@ -141,7 +141,7 @@ class CoverageReader:
         return {family for text in texts if isinstance(text, str) for family in self.families_named(module, text)}
 
     def _of_imports(self, module: Module, function: ast.FunctionDef, imports: dict[str, tuple[str, str]]) -> set[str]:
-        """Return the families of classes of transformers, and of defaults of the project's functions."""
+        """Return the families of the transformers classes that a function uses, and of the default arguments of its calls."""
         found: set[str] = set()
         calls = (node for node in _body(function) if isinstance(node, ast.Call))
         given = {id(call.func): {keyword.arg for keyword in call.keywords} for call in calls}
@@ -242,7 +242,7 @@ def _body(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _constants(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the strings that a function passes to calls, or with which it indexes, and those in its lists of overrides."""
+    """Yield the strings that a function passes to calls or uses as an index, and the strings in its lists of overrides."""
     for node in _body(function):
         inner: list[ast.expr] = []
         if isinstance(node, ast.Call):

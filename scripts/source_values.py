@@ -1,8 +1,8 @@
 """Evaluates expressions in source files without importing them: the values, cases and model families of a test.
 
 A module is evaluated lazily: only the assignments and functions that an expression needs are executed. A name from another file
-of the checkout is evaluated in that file. A name from a library is a Placeholder,
-unless the library is a part of Python.
+of the checkout is evaluated in that file. A name from Python's standard library is imported. A name from any other library is a
+Placeholder.
 """
 
 import __future__

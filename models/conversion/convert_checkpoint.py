@@ -128,7 +128,7 @@ def to_hf(
 def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
-    """Return the tensors of the Megatron checkpoint. Raises ValueError if a tensor would combine different dtypes."""
+    """Return the tensors of the Megatron checkpoint. Raises ValueError if one of them would combine different dtypes."""
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
@@ -312,7 +312,7 @@ def from_gguf(source: Path, output: Path, dtype: torch.dtype) -> None:
 
 
 def _read_model(source: Path) -> Any:
-    """Return the model with float32 weights.
+    """Return the model of the GGUF file `source`, with float32 weights.
 
     `from_pretrained` with a GGUF file needs the package accelerate, so this function loads the tensors itself. Raises ValueError
     if the file lacks a weight, or has a weight that the model does not use.

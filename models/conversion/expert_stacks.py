@@ -1,10 +1,10 @@
-"""Hugging Face tensors that stack the matrices or biases of all experts of a layer, as in gpt-oss, also in MXFP4.
+"""Handles Hugging Face tensors that stack the matrices or biases of all experts of a layer, as in gpt-oss.
 
 The table of a family has one row for each expert. If a folder stacks the experts, a name in the table contains the index of the
 expert: the tensor `X.experts.3.down_proj` of the table is part 3 of the stored tensor `X.experts.down_proj`. A matrix is
 [out, in] in the table and [in, out] in the stack. A bias has the same shape in both.
 
-A folder may have a stack of matrices in MXFP4: `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` in place of
+A stack of matrices may be in MXFP4. Then `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` replace
 `X.experts.down_proj`. MXFP4 (Open Compute Project, Microscaling Formats, 2023) has 4 bits for each value, and one scale, a power
 of two or NaN, for each block of 32 values. The two tensors contain the matrices as [out, in].
 """
@@ -39,7 +39,7 @@ class StackPart:
     """A tensor of a table that is one part of a stored tensor."""
 
     stack: str  # name of the stored tensor
-    index: int  # of the expert
+    index: int  # index of the expert
     is_matrix: bool  # whether the stack contains the transposed matrix
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def is_stacked(name: str) -> bool:
 
 
 def stack_part(name: str) -> StackPart | None:
-    """Return the part of a stack that the tensor `name` of a table is, or None if the folder stores the tensor itself."""
+    """Return which part of which stack the tensor `name` of a table is. None: the folder stores the tensor itself."""
     found = _PART.fullmatch(name)
     if found is None:
         return None

@@ -25,7 +25,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = dict(
 """Field `quantization_config` of the config.json of a model in this form."""
 
 _MAX_VALUE = 448.0  # largest number in float8_e4m3fn
-_MIN_AMAX = 1e-4  # lower limit of the largest absolute weight of a block, from which its scale is computed
+_MIN_AMAX = 1e-4  # if the largest absolute weight of a block is smaller, the scale is computed from this number instead
 _MANTISSA_BITS = 23  # of a float32
 
 
@@ -118,8 +118,8 @@ def quantizing_reader(
     Before weights are quantized, they are rounded to bfloat16, as in a bfloat16 checkpoint.
 
     Args:
-        read: Function of (name of a Hugging Face tensor, box). It reads unquantized weights of this rank, which has
-            whole blocks.
+        read: Function of (name of a Hugging Face tensor, box). It reads unquantized weights of this rank. The part of a
+            matrix on this rank consists of whole blocks.
         shapes: Name of each quantized matrix -> its shape [out, in].
     """
 

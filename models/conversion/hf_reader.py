@@ -188,9 +188,9 @@ class HFWeights:
         return all(stored in self._entries for stored in self._stored(name)[1])
 
     def _stored(self, name: str) -> tuple[StackPart | None, tuple[str, ...]]:
-        """Return (the part of a stack that the tensor `name` is, names of the stored tensors that contain the part).
+        """Return (which part of which stack the tensor `name` is, names of the stored tensors that contain this tensor).
 
-        The part is None if the folder stores a tensor of this name, or if the name is not that of a part.
+        The first element is None if the folder stores a tensor of this name, or if no part of a stack can have this name.
         """
         part = None if name in self._entries else stack_part(name)
         if part is None:
@@ -233,7 +233,7 @@ class HFWeights:
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice.
 
-        Of a tensor in MXFP4, only the blocks that contain values of the slice are dequantized.
+        If the tensor is in MXFP4, only the blocks that contain values of the slice are dequantized.
         """
         parts = self._parts(name)
         packed = len(parts) > 1
@@ -381,7 +381,7 @@ class CopiedTensors:
 
     @classmethod
     def of(cls, config: HFConfig) -> CopiedTensors:
-        """Return the tensors of the folder of `config`. A reward model has none. A folder without weights has none either."""
+        """Return the tensors to copy from the folder of `config`: none for a reward model or for a folder without weights."""
         folder, family = config.path.parent, family_of(config)
         if not family.has_mtp_layers or config.is_reward_model or not has_weights(folder):
             return cls(None, ())
@@ -414,8 +414,8 @@ class CopiedTensors:
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """Raise ValueError if the tensors in `weights` are not exactly the tensors of a model with this config.
 
-    In MXFP4, all scales are read, and none may be NaN. If mrl wrote the folder, all its files are read and compared with their
-    hashes.
+    If experts are in MXFP4, all their scales are read, and none may be NaN. If mrl wrote the folder, all its files are read and
+    compared with their hashes.
     """
     family = family_of(config)
     arch = family.read(config)

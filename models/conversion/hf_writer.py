@@ -137,7 +137,7 @@ class HFFolderWriter:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype in the fields of a config, and in the nested configs of an image model that have one."""
+    """Set the dtype in the fields of a config, and in those nested configs of an image model that have a field for it."""
     config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
     config["dtype"] = dtype
     for name in ("text_config", "vision_config"):

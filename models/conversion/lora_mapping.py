@@ -25,7 +25,7 @@ def matrix_name(hf_name: str) -> str:
 
 
 def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
-    """Whether the row is a linear layer that can have adapters. The output layer and the router cannot.
+    """Whether the row is a linear layer that can have adapters. The output layer and the router cannot have adapters.
 
     A row cannot have adapters if one of its tensors contains several matrices. Routed experts can have adapters only if `experts`
     is true.

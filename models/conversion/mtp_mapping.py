@@ -1,8 +1,8 @@
 """Table rows of MTP layers (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 An MTP layer has a norm of the hidden state, a norm of the embedding of a later token, a projection of both together, one decoder
-layer, and a norm before the output layer. The decoder layer has attention, and experts if the model has experts. The output layer
-is that of the model.
+layer, and a norm before the output layer. The decoder layer has attention, and experts if the model has experts. All MTP layers
+use the output layer of the model.
 """
 
 from __future__ import annotations

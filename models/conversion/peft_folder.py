@@ -38,9 +38,9 @@ _INITIAL_VALUES = (True, False, "gaussian", None)
 
 
 def write_peft(matrices: Mapping[str, "Tensor"], lora: LoraConfig, model_path: str, target: str | Path) -> None:
-    """Write the folder `target` with all matrices A and B, which are on the CPU, by their names in PEFT.
+    """Write a PEFT folder `target`. `matrices`: name in PEFT -> matrix A or B on the CPU, for all matrices.
 
-    `model_path`: folder of the base model. `target` appears when it is complete, and must not exist.
+    `model_path`: folder of the base model. `target` must not exist yet, and appears when it is complete.
     """
     from safetensors.torch import save_file  # imports torch
 

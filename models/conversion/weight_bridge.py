@@ -47,7 +47,7 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
 
 
 def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
-    """Return the row of the copy of a tied embedding that the last pipeline stage has as its output layer."""
+    """Return the table row of the output layer on the last pipeline stage, which is a copy of the tied embedding."""
     return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
 
 
@@ -104,7 +104,7 @@ class ParamBridge:
                 weights.release(name)
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
-        """Return the row whose tensors in `weights` give the parameter of `row`. None: the parameter keeps its initial value."""
+        """Return the row that says from which tensors the parameter of `row` is loaded. None: it keeps its initial value."""
         return row
 
     def current(self, param: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class ParamBridge:
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all experts that have the same index within their rank as the expert of `row`."""
+        """Yield the tensors of the row's expert, and of the experts with its local index on other expert-parallel ranks."""
         assert row.expert is not None, "the caller checks that the row belongs to an expert"
         prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
         experts = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]

@@ -152,7 +152,7 @@ class _AttentionProbe:
             yield AttentionOptions(rope, scale, w, c, query, order, plus_one)
 
     def _norms_and_sinks(self) -> Iterator[tuple[dict[str, str], str | None]]:
-        """Yield each assignment of the vectors other than biases of matrices: (slots of the two norms, name of the sinks)."""
+        """Yield each assignment of the vectors that are not biases of matrices: (slots of the two norms, name of the sinks)."""
         used = {*self.slots.values(), *_bias_slots(self.tensors, self.slots).values()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items() if name not in used}
         sinks = [name for name, shape in shapes.items() if shape == (self.heads,) != (self.size,)]

@@ -24,9 +24,9 @@ from parallel import device
 from parallel.dims import ParallelDims
 
 GRADIENT_LIMIT = 2e-5
-"""Limit of the differences of a tensor's gradient, divided by the largest element of this gradient."""
+"""Largest allowed difference of a tensor's gradient from that of transformers, divided by the latter's largest element."""
 ROUND_OFF = 1e-6
-"""Limit of the elements of a gradient that is zero except for round-off, divided by the largest element of all gradients.
+"""A gradient counts as round-off if its largest element, divided by the largest element of all gradients, is at most this.
 
 Without a rotary embedding, for example, a bias of the keys adds the same number to all scores of a query and has no gradient.
 """

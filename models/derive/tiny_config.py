@@ -35,7 +35,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fiel
 NUM_EXPERTS = 8
 MAX_POSITIONS = 64
 SLIDING_WINDOW = 5  # smaller than the sequences of the probes
-_TOKENS = re.compile("window|chunk")  # a field whose name matches has a number of tokens to which a token attends
+_TOKENS = re.compile("window|chunk")  # a field with such a name contains the number of tokens to which a token attends
 INITIALIZER_RANGE = 0.2  # gives logits of the order of 1
 SIZE_FIELDS = frozenset(
     [

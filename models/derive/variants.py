@@ -1,8 +1,8 @@
 """Changes one config field at a time, and finds which fields decide about optional tensors.
 
 A variant is a tiny model in which one field has another value. The probes run on the tiny model and on each variant. An optional
-part, such as the biases of queries, keys and values, depends on a field if, in all variants, the model has the part exactly when
-the value of the field is true, or in all variants exactly when it is false.
+part, such as the biases of queries, keys and values, depends on a field in two cases: the variants with the part are exactly
+those in which the field is true, or exactly those in which the field is false.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def make_variants(fields: dict[str, Any]) -> list[Variant]:
 
 
 def condition_of(part: str, variants: list[Variant]) -> Condition | None:
-    """Return when the part is present, or None if no field explains its presence in all variants without problems."""
+    """Return the condition under which the part is present. None: no field explains it in all variants without problems."""
     kind, slot = PARTS[part]
     runs = [
         (variant.fields, any(slot in match.slots for match in variant.structure.matches(kind)))
@@ -136,7 +136,7 @@ def _value(fields: dict[str, Any], name: str) -> Any:
 
 
 def normalization_field(variants: list[Variant]) -> Condition | None:
-    """Return when the router's weights of the chosen experts sum to 1, or None if no field explains it."""
+    """Return the condition under which the router's weights of the chosen experts sum to 1. None: no field explains it."""
     runs = [
         (variant, match.options["routing"].normalized)
         for variant in variants

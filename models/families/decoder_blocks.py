@@ -159,7 +159,8 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Return the `engine_fusions` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
 
-    SGLang stacks the matrices of all experts of a layer in two parameters: gates and up projections, and down projections.
+    SGLang stacks the matrices of all experts of a layer in two parameters: one for gate and up projections, and one for down
+    projections.
     """
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),

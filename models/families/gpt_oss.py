@@ -2,8 +2,8 @@
 
 The input of an expert's down projection is (u + 1) * g * sigmoid(1.702 * g), where g and u are the clamped outputs of its gate
 and of its up projection. Checkpoints stack the experts of a layer in one tensor, and published checkpoints store the matrices of
-the experts in MXFP4 (models/conversion/expert_stacks.py). One matrix has the alternating rows of the gate and of the up
-projection.
+the experts in MXFP4 (models/conversion/expert_stacks.py). One matrix of an expert contains the gate and the up projection: its
+rows belong alternately to the gate and to the up projection.
 """
 
 from dataclasses import replace

@@ -155,8 +155,8 @@ def _check_fields(config: HFConfig) -> None:
         use_bias=False,
         mamba_proj_bias=False,
         residual_in_fp32=False,
-        tie_word_embeddings=False,  # transformers does not tie the weights, and SGLang does
-        sliding_window=None,  # transformers ignores it, and SGLang does not
+        tie_word_embeddings=False,  # transformers does not tie the weights, but SGLang does
+        sliding_window=None,  # transformers ignores this field, but SGLang does not
         attention_head_dim=(None, config["head_dim"]),  # an old name, which transformers ignores
         rms_norm_eps=(None, config["layer_norm_epsilon"]),
         norm_eps=(None, config["layer_norm_epsilon"]),

@@ -101,7 +101,7 @@ def with_tower(
 ) -> Architecture:
     """Return the architecture of an image model. Raises ValueError if the tower does not fit the language model.
 
-    `language`: architecture of the language model. `model_type`: of the tower's config in transformers. `tower`: result of
+    `language`: architecture of the language model. `model_type`: type of the tower's config in transformers. `tower`: result of
     `read_tower`. `section`, `interleaved`: see `parallel.rope.rope_axes`.
     """
     fields, sizes = tower

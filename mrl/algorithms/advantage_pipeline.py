@@ -41,8 +41,8 @@ class AdvantagePipeline:
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
     computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
 
-    Offline rows may have an advantage from the config (data.offline.advantage, passed in `ScoredBatch.offline_advantages`). This
-    advantage replaces the estimated advantage after the whitening.
+    Offline rows (rows of data.offline.path) may have an advantage from the config (data.offline.advantage, passed in
+    `ScoredBatch.offline_advantages`). This advantage replaces the estimated advantage after the whitening.
 
     `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
     count 0 times are rejected. A response with an offline advantage is not drawn: it counts once.

@@ -41,7 +41,8 @@ class Advantage(Protocol):
 class GroupStatistics:
     """Statistics of groups. Every method returns one value for each row [B], computed from the group of the row.
 
-    A row is a response. In OptimalTokenBaseline, a row is a token, and a group has the tokens with the same index.
+    A row is a response. In OptimalTokenBaseline, a row is a token, and a group has the tokens with the same index in the
+    responses to one prompt.
     """
 
     groups: NDArray[np.int64]  # [B] id of the group of each row
@@ -193,7 +194,7 @@ class OPO:
 class GPG:
     """(Reward minus the mean of the group) times B / (B - M) (Chu et al. 2025, AGE).
 
-    M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
+    M is the number of responses whose group has only equal rewards. Such groups give no gradient; the factor compensates for
     this. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
     with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
     """
@@ -216,7 +217,7 @@ class GPG:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """Best reward of the group minus the second best, for the best response; 0 for all others (Tang et al. 2025).
+    """The best response of a group gets its reward minus the second-best reward; all others get 0 (Tang et al. 2025).
 
     This is the paper's leave-one-out baseline for the objective "best reward among all responses to a prompt". If two
     responses have the best reward, the advantage of both is 0. With `normalize_std`, the advantage is divided by the standard
@@ -351,8 +352,8 @@ class OptimalTokenBaseline:
     sum of 1 - 2 pi + sum pi^2 over the tokens up to t, where pi is the old probability of the token and sum pi^2 is over the
     vocabulary. Each term is the squared norm of the gradient of log pi with respect to the logits.
 
-    The index t counts only sampled tokens. So this class is verl's `tir_optimal_token_baseline` for responses of several turns,
-    and verl's `optimal_token_baseline` for responses of one turn.
+    The index t counts only sampled tokens. So this class equals verl's `tir_optimal_token_baseline` for responses of several
+    turns, and verl's `optimal_token_baseline` for responses of one turn.
 
     With `zero_tail`, B[t] is 0 if only one response of the group has a token t. Without `zero_tail`, the advantage of such a
     token is 0. Set `correction` if another policy than the old policy samples the tokens. The terms of W are then multiplied by

@@ -73,7 +73,7 @@ class ImportanceSampling:
 
     With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is computed once per
     step, before the step is divided into mini-batches. With level=token, it is the mean over tokens, otherwise over responses.
-    Tokens and responses that the mode masks have the weight 0 in the mean. The mean does not include truncated responses that
+    Tokens and responses that mode=mask masks count as 0 in the mean. The mean does not include truncated responses that
     algorithm.mask_truncated excludes. With level=token, it does not include tokens for which the engine reported no
     log-probability. The veto and other corrections do not change the mean. If the mean is below 1e-8, the weights are not
     divided, as in verl.
@@ -130,7 +130,7 @@ class ImportanceSampling:
 
     @property
     def scale_column(self) -> str:
-        """Name of the column of `extra_columns`. Corrections with other settings have columns with other names."""
+        """Name of the column that `extra_columns` returns. Corrections with other settings have columns with other names."""
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
     def step_weights(self, batch: AdvantageInputs) -> NDArray[np.float64]:
@@ -223,7 +223,7 @@ class Rejection:
         mean   the mean over the response
         max    the largest divergence of a token of the response
 
-    With sum, mean and max, all tokens of a response above `high` are rejected.
+    With sum, mean and max, if the value of a response is above `high`, all tokens of the response are rejected.
 
     ImportanceSampling with mode=reject compares r itself, which is verl's estimate k1. `numerator` has the same meaning as in
     ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
@@ -258,7 +258,7 @@ class Rejection:
 
 
 def _factors(correction: Correction) -> Iterator[Correction]:
-    """Yield the factors of a product, and of the products in it. For any other correction, yield the correction itself."""
+    """Yield the corrections that a Product multiplies, those of nested Products included. Yield any other correction itself."""
     if not isinstance(correction, Product):
         yield correction
         return
@@ -342,9 +342,9 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
     `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's. Tokens for which
-    the engine reported NaN count only in `mismatch/nan`. `left_out` [R] is true for rows of data.offline.path, whose tokens no
-    engine of the run sampled. These tokens count in no sum. The results are float64 scalars. The caller adds the sums of all
-    micro-batches and ranks.
+    the engine reported NaN count only in `mismatch/nan`. `left_out` [R] is true for tokens of rows of data.offline.path. No
+    engine of the run sampled these tokens, so they count in no sum. The results are float64 scalars. The caller adds the sums
+    of all micro-batches and ranks.
     """
     # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out

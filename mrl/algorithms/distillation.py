@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 TEACHER_HIDDEN, TEACHER_TOP_K = "teacher_hidden", "teacher_top_k"
 TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
-"""Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for its own prompts.
+"""Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for the prompts that are assigned to it.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
     teacher_top_k   ids and log-probabilities of the k most probable tokens, and the log-probability of all other tokens together
@@ -55,7 +55,7 @@ def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token.
 
-    If `reward_loss` is given, this second loss is added. It learns from rewards.
+    If `reward_loss` is given, this second loss, which learns from rewards, is added.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).

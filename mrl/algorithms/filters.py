@@ -25,7 +25,7 @@ class Filter(Protocol):
 
 
 CORRECTNESS_PARTS = ("correct", "correctness", "accuracy", "acc")
-"""Names of the part of a reward that says whether a response is correct. `metric: correctness` selects the first that exists."""
+"""Names of reward parts that say whether a response is correct. `metric: correctness` selects the first part that exists."""
 
 
 def filter_values(
@@ -39,8 +39,8 @@ def filter_values(
         correctness  the first part of the reward whose name is in CORRECTNESS_PARTS; the rewards if there is no such part
         other names  the part of the reward with this name
 
-    A response whose scoring failed has the value 0. Raises ValueError if no response of the group has the named part, but a
-    response has other parts or a reward other than 0.
+    A response whose scoring failed has the value 0. Raises ValueError if no response of the group has the named part. There is
+    no error if the responses have no parts at all and all rewards are 0: the values are then 0.
 
     Args:
         metric: attribute `metric` of the filter.

@@ -25,13 +25,13 @@ class ScoredBatch:
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
     truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
-    # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
+    # [R] reward of a turn at its last token, 0 at all other tokens; used in place of `rewards`. None: no rewards per turn
     turn_rewards: NDArray[np.float64] | None = None
     # name of a part of the reward -> values of this part [B]
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # [B] data.offline.advantage of offline rows, which replaces the estimated advantage. A response with NaN keeps its estimated
-    # advantage. None: all responses keep it
+    # advantage. None: all responses keep their estimated advantages
     offline_advantages: NDArray[np.float64] | None = None
 
     def select(self, rows: NDArray[np.bool_]) -> ScoredBatch:
@@ -52,7 +52,7 @@ class ScoredBatch:
 class AdvantageInputs:
     """Input of an advantage estimator. It contains only the responses with sampled tokens; B is the number of these responses."""
 
-    # [R] reward of each response or turn at its last token, else 0; the KL penalty of each token is already subtracted
+    # [R] reward of a response or turn at its last token, 0 at all other tokens; the KL penalties are already subtracted
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
@@ -129,7 +129,7 @@ def _identity(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Responses:
-    """Sums and means over each of the n responses of a micro-batch.
+    """Computes sums and means over each of the n responses of a micro-batch.
 
     With context parallelism, a rank holds only a part of each response.
     """
@@ -172,7 +172,7 @@ class LossInputs:
 def needs_of(part: object) -> frozenset[str]:
     """Return the attribute `needs` of a part of an algorithm: names of the columns that it reads (default: no names).
 
-    Raises ValueError if `needs` is a text in place of a set of names.
+    Raises ValueError if `needs` is a string instead of a set of names.
     """
     needs = getattr(part, "needs", ())
     if isinstance(needs, str):

@@ -39,7 +39,7 @@ class Loss(Protocol):
     def zero_without_advantage(self) -> bool:
         """Whether a response with advantage 0 has loss 0 and gradient 0.
 
-        If this is true, training skips these responses, unless algorithm.skip_zero_advantage is false.
+        If this and algorithm.skip_zero_advantage are true, training skips these responses.
         """
         ...
 

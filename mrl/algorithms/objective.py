@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # the driver builds and checks objectives without torch
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Entropy bonus: `coef` times the entropy, in nats, of the distribution that predicts a token. The loss subtracts it.
+    """Bonus that is subtracted from the loss: `coef` times the entropy, in nats, of the distribution that predicts a token.
 
     With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control). If the mean entropy per
     token of a training step is at most `target`, the coefficient grows by `step` after this step. Otherwise it falls by `step`.
     The coefficient stays between 0 and `max_coef`. A step uses the bonus only if the mean entropy of the previous step was at
     most `target`. In the paper, the entropy before the update of the same step decides.
 
-    With `target`, raises ValueError unless target > 0, step > 0 and 0 <= coef <= max_coef.
+    With `target`, raises ValueError if `target` or `step` is 0 or less, or if `coef` is outside [0, `max_coef`].
     """
 
     coef: float = 0.0
@@ -78,11 +78,11 @@ class Objective:
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
 
-    A token for which the engine reported NaN has policy loss 0 if the objective uses the engine's log-probabilities: as old
-    log-probabilities, in a correction, or because the policy loss names `rollout_logprobs` in `needs`. The policy loss and the
-    correction get the old log-probability of such a token in place of NaN or, with `rollout_logprobs_as_old`, its current
-    log-probability. So the ratio of the token counts as 1 in products and means over its response. The metric
-    `mismatch/nan_tokens` counts these tokens.
+    If the engine reported NaN for a token and the objective uses the engine's log-probabilities, the token has policy loss 0.
+    The objective uses them as old log-probabilities, in a correction, or in a policy loss that names `rollout_logprobs` in
+    `needs`. The policy loss and the correction get a number in place of NaN: the old log-probability of the token or, with
+    `rollout_logprobs_as_old`, its current log-probability. So the ratio of the token counts as 1 in products and means over its
+    response. The metric `mismatch/nan_tokens` counts the tokens with NaN.
     """
 
     policy: Loss
@@ -174,7 +174,7 @@ def check_token_values(
     """Return the result of a loss or of a correction if it has the right form, otherwise raise ValueError.
 
     `tokens` is a tensor [R]. `key` is the config key of the loss or correction `part`, for the message. The function does not
-    read the numbers, because the host would wait for the device.
+    read the numbers, because then the host would have to wait for the device.
     """
     source = f"{key}: {describe_plug_in(part)}"
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
@@ -205,7 +205,7 @@ def check_token_values(
 
 @dataclass(frozen=True)
 class AggregationInputs:
-    """The B responses of a mini-batch over which the loss is normalized: the input of an aggregation."""
+    """Input of an aggregation: the B responses of the mini-batch over which the loss is normalized."""
 
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
@@ -270,7 +270,7 @@ class TokenWeighting:
         """Return [B]: for each response, the weight of every token of the response in the loss.
 
         `lengths` [B] are the numbers of sampled tokens, and `groups` [B] are the ids of the prompts. Raises ValueError if the
-        aggregation returns anything but B finite numbers of 0 or more.
+        result of the aggregation is not an array of B finite numbers, each 0 or more.
         """
         source = f"algorithm.aggregation: {describe_plug_in(self.aggregation)}"
         weights = to_numbers(self.aggregation(AggregationInputs(lengths, groups, self.max_response_tokens)), source)

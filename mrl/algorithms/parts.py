@@ -25,11 +25,11 @@ from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
 from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
-"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head with this column.
+"""Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.
 
 The actor computes only the columns that the algorithm needs, all of them in one forward pass."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
-"""Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute the needed columns.
+"""Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute only needed columns.
 
 Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
 
@@ -44,7 +44,7 @@ All distributions are softmax(logits / rollout.temperature)."""
 
 
 MEASURED = {"kl_reward": "policy/kl_reward", "kl_loss": "policy/kl_ref", "entropy": "policy/entropy_mean"}
-"""Name of a term of the reward or of the loss -> metric that an adaptive coefficient of the term brings to a target."""
+"""Name of a term of the reward or of the loss -> metric that the term's adaptive coefficient keeps near its target."""
 COEF_METRICS = {
     "kl_reward": "policy/kl_coef_reward",
     "kl_loss": "policy/kl_coef_loss",
@@ -91,8 +91,8 @@ class AlgorithmParts:
 def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: further columns that the step of `trainer._target_` needs. The keys are config keys, of the step itself or of an
-    argument of the step. The values are the columns that this step or argument needs.
+    `step_needs`: further columns that the user's own training step (`trainer._target_`) needs: config key -> columns. A key is
+    the config key of the step itself, or of an argument of the step.
     """
     algorithm, step_needs = config.algorithm, step_needs or {}
     objective = build_objective(config)
@@ -140,7 +140,7 @@ def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | N
 def _check_needs(
     needs: frozenset[str], advantage: Advantage, columns: frozenset[str], step_needs: Mapping[str, frozenset[str]]
 ) -> None:
-    """Raise ValueError if the algorithm needs a column outside `columns`, or a critic that gets no returns."""
+    """Raise ValueError if the algorithm needs a column outside `columns`, or values of a critic that would get no returns."""
 
     def key_of(names: AbstractSet[str], otherwise: str) -> str:
         return next((key for key, needed in step_needs.items() if needed & names), otherwise)
@@ -164,7 +164,7 @@ def _check_needs(
 
 
 def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
-    """Raise ValueError if no model computes a needed column, or if several models compute a column for the same responses."""
+    """Raise ValueError if no model computes a needed column, or if several models compute the same column for a response."""
     teachers, computed_by = teachers_of(config), dict[str, str]()
     for name, role in roles_of(config).items():
         key, expected = f"roles.{name}", f"{TEACHER if name in teachers else name}_logprobs"

@@ -81,7 +81,7 @@ class PairLoss(PolicyLoss):
         raise NotImplementedError
 
     def chosen_loss(self, inputs: LossInputs) -> Tensor | None:
-        """Return a further loss [n] of each response, or None. The loss of a pair includes this loss of the chosen response."""
+        """Return a further loss [n] for each response, or None. Only the chosen response's loss is added to the pair's loss."""
         return None
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -237,8 +237,8 @@ class KTO(PolicyLoss):
 
     The loss of a response is desirable_weight (1 - sigma(beta (h(y) - z))) if it is good, and
     undesirable_weight (1 - sigma(beta (z - h(y)))) if it is bad. z is an estimate of KL(pi || pi_ref) without gradient: each
-    prompt of the mini-batch gets the response to another prompt, and z is the mean of h over these responses, or 0 if the mean is
-    negative. Raises ValueError for a `beta` of 0 or less.
+    prompt of the mini-batch is paired with the response to another prompt, and z is the mean of h over these pairs, or 0 if the
+    mean is negative. Raises ValueError for a `beta` of 0 or less.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -255,7 +255,7 @@ class KTO(PolicyLoss):
     def with_reference_point(self, mean_log_ratio: float) -> KTO:
         """Return this loss with z = max(0, `mean_log_ratio`).
 
-        `mean_log_ratio`: mean of h if each prompt of the mini-batch gets the response to another prompt.
+        `mean_log_ratio`: mean of h if each prompt of the mini-batch is paired with the response to another prompt.
         """
         return replace(self, reference_point=max(0.0, mean_log_ratio))
 

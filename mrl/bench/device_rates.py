@@ -90,8 +90,8 @@ def _version(package: str) -> str | None:
 def published_tflops(card: str) -> float | None:
     """Return the card's peak of dense bfloat16 matrix products in TFLOP/s; None if conf/cluster does not have the card.
 
-    `card` is the name that CUDA reports, such as "NVIDIA H100 80GB HBM3". PCIe and NVL cards have other peaks than the SXM cards
-    of conf/cluster.
+    `card` is the name that CUDA reports, such as "NVIDIA H100 80GB HBM3". The result for PCIe and NVL cards is None, because
+    their peaks differ from those of the SXM cards in conf/cluster.
     """
     words = set(re.findall(r"[a-z0-9]+", card.lower()))
     if words & {"pcie", "nvl"}:

@@ -94,7 +94,7 @@ class StepSizes:
     prompt: tuple[int, int]  # smallest and largest number of tokens of a prompt
     response: tuple[int, int]  # smallest and largest number of tokens of a response
     max_tokens: int  # tokens of one micro-batch
-    sleep_layers: int  # largest number of layers of the model that is offloaded
+    sleep_layers: int  # largest number of layers of the model that `measure_sleep` offloads
 
 
 STEPS = {
@@ -102,7 +102,7 @@ STEPS = {
     "small": StepSizes(QWEN3_4B, 4, 8, (128, 512), (128, 1024), 8192, sleep_layers=6),
     "toy": StepSizes(TOY, 4, 4, (8, 16), (8, 32), 256, sleep_layers=2),
 }
-LONG_RESPONSES = {  # size -> name of the model, its config, and the numbers of tokens of the prompt and the response together
+LONG_RESPONSES = {  # size -> name of the model, its config, and lengths in tokens (prompt and response together)
     "full": ("Qwen3-0.6B", QWEN3_06B, (16384, 65536)),
     "small": ("Qwen3-0.6B", QWEN3_06B, (8192, 16384)),
     "toy": ("small model", TOY, (64, 256)),
@@ -297,7 +297,7 @@ def free_device_bytes() -> int:
 
 
 def planned_bytes(sizes: StepSizes, config: dict[str, Any], max_tokens: int = 0, keys_per_token: float = 1.5) -> int:
-    """Return the memory of an update that the planner of `mrl plan memory` predicts.
+    """Return the bytes of memory that the planner of `mrl plan memory` predicts for an update.
 
     `max_tokens`: tokens of the largest micro-batch. 0: the largest number of tokens that a micro-batch may have.
     `keys_per_token`: keys that the attention reads, divided by the tokens (above 1 if responses share a prompt).

@@ -234,11 +234,11 @@ class Bench:
             )
 
     def _follow(self, child: subprocess.Popen, events: Path, result: SectionResult, end: float) -> bool:
-        """Read events until the process ends or the time is over. Returns whether it has ended."""
+        """Read events until the process ends or the time is over. Returns whether the process has ended."""
         with events.open() as stream:
             text = ""
             while True:
-                ended = child.poll() is not None  # before the read, so that the last events are read
+                ended = child.poll() is not None  # checked before the read, so that the last events are read
                 text += stream.read()
                 *lines, text = text.split("\n")
                 for line in lines:
@@ -322,9 +322,9 @@ def check_programs(job: SectionJob) -> None:
 
 
 def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
-    """Run pytest, and report each test. Before the deadline, pytest is interrupted, and the remaining tests do not run.
+    """Run pytest, and report each test. If pytest still runs shortly before the deadline, it is interrupted.
 
-    An interrupted pytest still prints why tests have failed.
+    An interrupted pytest does not run the remaining tests, but it still prints why tests have failed.
     """
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
     wide = os.environ | {"COLUMNS": "400"}  # so that pytest prints the whole reason of a skipped test

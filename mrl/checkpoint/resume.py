@@ -37,7 +37,7 @@ SAMPLING_KEYS = (
     "trainer._target_",
     "trainer.arguments",
 )
-"""Config keys that decide which samples a run draws and what the run learns, except NEUTRAL_KEYS.
+"""Config keys that decide which samples a run draws and what the run learns. NEUTRAL_KEYS has the exceptions.
 
 A resumed run uses the rollout log only if the values of all these keys are unchanged.
 """
@@ -80,15 +80,15 @@ class ResumePoint:
 
 _LORA_RANK, _TRAIN_VISION, _TRAIN_MTP = "lora.rank", "model.train_vision", "model.train_mtp"
 _KEYS = (_LORA_RANK, "lora.alpha", "lora.targets", "lora.experts", _TRAIN_VISION, _TRAIN_MTP)
-"""Names of `model_identity` that are config keys."""
-_LORA_BASE = "lora_base"  # name of `model_identity` that has a hash of the base model's weights
+"""Names in the result of `model_identity` that are config keys."""
+_LORA_BASE = "lora_base"  # name in the result of `model_identity`; its value is a hash of the base model's weights
 
 
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
-    """Return name -> value. A checkpoint fits a model only if all these values are equal.
+    """Return the properties that a checkpoint and a model must have in common, as name -> value.
 
-    The values are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, further values
-    say which matrices have adapters, and identify what the checkpoint lacks: the scale of the adapters, and the weights of the
+    They are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, they also say which
+    matrices have adapters, and identify what the checkpoint does not contain: the scale of the adapters, and the weights of the
     base model, which are in the folder `model_path`.
     """
     identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}

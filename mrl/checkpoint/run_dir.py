@@ -157,7 +157,7 @@ class SampleLedger:
     def record(
         self, step: int, rollouts: Rollouts, drawn: list[int], token_weights: Sequence[NDArray[np.float64]] = ()
     ) -> None:
-        """Record the samples on which a training step trained. The step makes weight version `step`.
+        """Record the samples on which a training step trained. The weights after the step are weight version `step`.
 
         Args:
             step: 1 for the first training step of the run.

@@ -214,7 +214,7 @@ class CheckpointSaver:
         shutil.rmtree(old, ignore_errors=True)
 
     def _prune_exports(self, step: int) -> None:
-        """Remove old folders of exports/. Folders of later steps, which the run wrote before it was resumed, do not count."""
+        """Remove old folders in exports/. Ignores folders of later steps, which the run wrote before it was resumed."""
         names = [_EXPORT.fullmatch(path.name) for path in (self.run_dir / "exports").iterdir()]
         steps = sorted(int(name[1]) for name in names if name and int(name[1]) <= step)
         keep = self.schedule.keep_last_exports

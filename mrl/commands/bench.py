@@ -84,7 +84,7 @@ def _minutes(text: str) -> float:
 
 
 def visible_device(device: str, visible: str | None) -> str:
-    """Return a value of CUDA_VISIBLE_DEVICES that shows one GPU, or none if `device` is cpu. `visible`: the current value."""
+    """Return a value of CUDA_VISIBLE_DEVICES for one GPU, or for no GPU if `device` is cpu. `visible`: the current value."""
     if device == "cpu":
         return ""
     return "0" if visible is None else visible.split(",")[0]

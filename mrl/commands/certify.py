@@ -144,7 +144,11 @@ def conclusion(report: EngineReport) -> str:
 
 
 def print_places(report: EngineReport, title: str) -> None:
-    """Print one row for each place: its first layer that differs, or else the layer with the largest relative difference."""
+    """Print one row for each place of the model, such as the attention of a layer (see mrl.diagnostics.engine_check).
+
+    The row shows the first layer that differs at this place. If no layer differs, it shows the layer with the largest relative
+    difference.
+    """
     from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 

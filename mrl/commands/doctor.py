@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def read_requirements(keys: Sequence[str]) -> Requirements | None:
     """Return the requirements of a run with these keys, or None if there are no keys.
 
-    An error in the keys is not raised but stored in the attribute `mistakes` of the result.
+    An error in the keys is stored in the attribute `mistakes` of the result; it is not raised.
     """
     if not keys:
         return None

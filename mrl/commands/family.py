@@ -1,4 +1,4 @@
-"""`mrl family derive`: proposes the file of a model family from a config of transformers, and proves it."""
+"""`mrl family derive`: proposes a model family from a config of transformers, and proves it by comparison with transformers."""
 
 import argparse
 import logging

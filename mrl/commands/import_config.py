@@ -30,7 +30,7 @@ GROUPS = ("algorithm", "placement", "reward")
 
 @dataclass
 class Translation:
-    """The translation of an imported config: overrides, notes, and keys that the table of the other trainer does not contain."""
+    """Translation of an imported config: overrides, notes, and keys that are not in mrl's table of the other trainer's keys."""
 
     overrides: Overrides = field(default_factory=dict)  # mrl key -> value
     translated: list[tuple[str, Overrides]] = field(default_factory=list)  # (foreign KEY=VALUE, its overrides)
@@ -56,7 +56,7 @@ def translate(source: str, values: Values) -> Translation:
 
 
 def _name_in(rules: Mapping[str, Rule], key: str) -> str | None:
-    """Return the name of the rule for `key`: the key itself, or else the longest `START*` whose START begins the key."""
+    """Return the name of the rule for `key`: the key itself, or the longest `START*` such that the key begins with START."""
     if key in rules:
         return key
     return max((name for name in rules if name.endswith("*") and key.startswith(name[:-1])), key=len, default=None)
@@ -269,7 +269,7 @@ def _print(source: str, found: Translation, overrides: list[str]) -> None:
 
 
 def _nearest(shown: str, source: str) -> str:
-    """Return a question that names the key of `source` nearest to the key of `shown`, or "" if none is near."""
+    """Return "did you mean KEY?" with the key of `source` that is most similar to that in `shown`; "" if none is similar."""
     found = difflib.get_close_matches(shown.partition("=")[0], SOURCES[source], n=1, cutoff=0.8)
     return f"did you mean {found[0]}?" if found else ""
 

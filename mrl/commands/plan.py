@@ -106,7 +106,7 @@ def explain_everything(config: Config, as_json: bool = False) -> None:
 
 
 def explain_placement(config: Config, as_json: bool = False) -> None:
-    """Print which process runs on which GPU. If plan.picture is set, also draw this into a PNG file."""
+    """Print which process runs on which GPU. If plan.picture is set, also draw the placement into a PNG file."""
     with hydra_entry.exit_on_user_error():
         devices = _device_map(config)
     _console().print(render_device_map(devices))

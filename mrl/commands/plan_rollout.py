@@ -112,8 +112,8 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
     return value
 
 
-# Defaults for a command without run.dir. If run.dir and all three speeds of engines are given, nothing is fitted. Then train_s,
-# train_token_s and push_s also come from DEFAULT_SPEEDS, unless their keys set them.
+# Defaults for a command without run.dir. If run.dir and all three speeds of engines are given, nothing is fitted. Then
+# DEFAULT_SPEEDS also gives train_s, train_token_s and push_s; the keys for these speeds take precedence.
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
 DEFAULT_SPEEDS = RunSpeeds(
     EngineSpeeds(fixed_step_s=0.015, request_s=0.0001, prefill_s=0.00003, max_running=256),

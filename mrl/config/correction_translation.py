@@ -19,7 +19,7 @@ _LEVEL_OF_K1_OPTION = {"token": "token", "seq_sum": "sequence", "seq_mean": "geo
 
 
 def correction_node(nodes: list[Overrides]) -> Overrides:
-    """Return the override for algorithm.correction: the only node, or the product of the nodes. A node has a `_target_`."""
+    """Return the override for algorithm.correction: a single node, or the product of several. A node has a `_target_`."""
     product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
     return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
 
@@ -51,7 +51,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
 
 
 def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
-    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. One threshold is for all options."""
+    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. One threshold serves all options."""
     names = [name.strip() for name in str(options or "").split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts

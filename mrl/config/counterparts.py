@@ -1,8 +1,8 @@
 """Counterparts of the keys of verl, slime and trl: which mrl keys mean the same, and why some keys have no counterpart.
 
-`mrl import` and the hints for unknown keys read these tables. A rule is the name of the mrl key that takes the same value, or a
-function that returns overrides or a `Note`. The rule of a key that never gives an override is a `Note`. A key that ends with `*`
-matches all keys that begin with the text before the `*`.
+`mrl import` and the hints for unknown keys read these tables. The rule of a key is one of these: the name of the mrl key that
+takes the same value; a function that returns overrides or a `Note`; a `Note`, if the key never gives an override. A `Note` is a
+text for the user. A key that ends with `*` matches all keys that begin with the text before the `*`.
 """
 
 from functools import partial

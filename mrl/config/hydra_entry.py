@@ -72,7 +72,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and the option --dry-run of mrl."""
-_runs_hydra = False  # whether hydra.main is running; then `_compose`, which a sweep calls, uses the Hydra of hydra.main
+_runs_hydra = False  # whether hydra.main is running; if so, `_compose` (called by a sweep) uses its Hydra instance
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -222,7 +222,7 @@ def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> Dic
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Initialize Hydra with mrl's config groups. At the end, restore the Hydra of the calling program."""
+    """Initialize Hydra with mrl's config groups. At the end, restore the Hydra instance of the calling program."""
     other = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

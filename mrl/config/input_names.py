@@ -123,7 +123,7 @@ def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
 
 
 def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:
-    """Return named sources with `resolve` applied to their files. Later checks report values that are not names of files.
+    """Return named sources with `resolve` applied to their files. Other values stay unchanged, and later checks report them.
 
     `resolve`: function (names of files, name of the source) -> local paths.
     """

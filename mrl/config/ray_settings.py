@@ -89,7 +89,7 @@ def start_options() -> frozenset[str]:
 
 
 def check_ray_settings(settings: Mapping[str, Any], *, slurm: bool, address: str | None) -> None:
-    """Raise ValueError if cluster.ray has a setting that Ray lacks, that mrl sets or that has no effect, or a wrong value.
+    """Raise ValueError if a setting in cluster.ray has a wrong value, is unknown to Ray, is set by mrl, or has no effect.
 
     `slurm`: whether the run is a Slurm job. `address`: the key cluster.address.
     """

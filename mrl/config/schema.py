@@ -1,9 +1,9 @@
 """The config schema: every key of a run with its type, default, unit, bounds and description.
 
 The dataclasses are Hydra structured configs, so OmegaConf checks the types. `mrl config` and docs/reference/config.md show the
-metadata of the fields. A value of type `Node` is a dict with keys of any name. The value of its key `_target_`, if it has one,
-names a class or function: a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts. A value of
-type `Any` is a name or a `Node`.
+metadata of the fields. A value of type `Node` is a dict with keys of any name. A `Node` with the key `_target_` configures a
+plug-in: the value of `_target_` names a class or function. mrl/config/instantiate.py instantiates all plug-ins before any
+process starts. A value of type `Any` is a name or a `Node`.
 """
 
 from dataclasses import dataclass, field

@@ -40,7 +40,7 @@ class PlainSecretError(ValueError):
 
 
 def engine_key() -> str:
-    """Return the engine key in MRL_ENGINE_KEY. An unset variable is first set to a random key, which child processes inherit.
+    """Return the engine key in MRL_ENGINE_KEY. If there is none, set the variable to a random key that child processes inherit.
 
     Raises ValueError if the key has characters that an HTTP header cannot contain.
     """

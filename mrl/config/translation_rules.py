@@ -345,7 +345,7 @@ def slime_rollout_seed(value: Any, values: Values) -> Overrides | Note:
 
 
 def slime_filter(value: Any, values: Values) -> Overrides | Note:
-    """Translate slime's own filter. A user's filter reads slime's samples, so it has no counterpart."""
+    """Translate the filter that slime provides. A filter that a user wrote reads slime's samples, so it has no counterpart."""
     if str(value).rpartition(".")[2] == "check_reward_nonzero_std":
         return {"rollout.filter._target_": "mrl.algorithms.filters.NonzeroVariance"}
     return Note("write a filter that reads the rewards of a group, and name it in rollout.filter._target_")
@@ -363,7 +363,7 @@ def trl_prompts(completions: int, values: Values) -> Overrides:
 
 
 def verl_estimator(value: Any, values: Values) -> Overrides | Note:
-    """Select the config of an advantage estimator. If mrl's config has no clip, also select the loss that verl uses."""
+    """Select mrl's config for an advantage estimator. If the loss of this config does not clip, also select verl's loss."""
     found = choice("estimator", ALGORITHMS, value, values)
     if isinstance(found, Note):
         return found
@@ -415,7 +415,7 @@ def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note
 
 
 def verl_clip(value: Any, values: Values) -> Overrides | Note:
-    """Set both bounds of the clip, except a bound that has a key of its own in verl's config."""
+    """Set the bounds of the clip that verl's config does not set with clip_ratio_low or clip_ratio_high."""
     found: Overrides = {}
     for key in _CLIP_BOUNDS:
         bound = verl_loss_argument(key, value, values)
@@ -447,14 +447,14 @@ def verl_gdpo_weights(value: Any, values: Values) -> Overrides:
 
 
 def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
-    """Set an argument of the loss. With top_entropy_quantile, the loss is an argument of the loss TopEntropy."""
+    """Set an argument of the loss. With top_entropy_quantile < 1, this loss is itself an argument of the loss TopEntropy."""
     quantile = values.get("top_entropy_quantile")
     inner = ".loss" if quantile is not None and float(quantile) < 1 else ""
     return {f"algorithm.loss{inner}.{name}": value}
 
 
 def trl_lora(value: Any, values: Values) -> Overrides | Note:
-    """Translate trl's adapters, with trl's defaults. By default, PEFT adapts the queries and values in most families."""
+    """Translate trl's LoRA keys, with trl's defaults. In most families, PEFT adapts q_proj and v_proj by default."""
     if not is_on(value):
         return Note("off is the default", needed=False)
     targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
@@ -463,7 +463,7 @@ def trl_lora(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
-    """Train only on the tokens with the largest entropy, with the loss that the other keys select."""
+    """Select the loss TopEntropy: it applies the loss of the other keys only to the tokens with the largest entropy."""
     if float(value) >= 1:
         return Note("1.0 trains all tokens, which is the default", needed=False)
     ratio_of_response = values.get("importance_sampling_level") == "sequence"
@@ -474,7 +474,7 @@ def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_level(value: Any, values: Values) -> Overrides | Note:
-    """Select the importance ratio of the whole response for the level `sequence`. Some losses allow only one kind of ratio."""
+    """For the level `sequence`, select GSPO, which uses the ratio of the whole response. Some losses allow only one ratio."""
     if value == "token":
         return Note("the default", needed=False)
     loss = str(values.get("loss_type"))

@@ -20,8 +20,8 @@ from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 LAYOUT_OVERRIDES = ("critic.parallel",)
 """Keys whose value overrides fields of the section `parallel`. The value may have any field of ParallelConfig.
 
-The schema does not type the entries of these keys, so this module checks them. `check` also checks such a key of each role
-(roles.NAME.parallel).
+The schema does not type the entries of these keys, so this module checks them. `check` also checks roles.NAME.parallel, which
+overrides these fields for one role.
 """
 RENAMED_KEYS = {
     "teacher.path": "roles.teacher.path",
@@ -313,7 +313,7 @@ TEACHER = "teacher"  # name of the role that teaches all prompts that no other r
 
 
 def roles_of(config: Config) -> dict[str, RoleConfig]:
-    """Return the key `roles` as objects, by name. Raises ValueError for a wrong name, an unknown field or a wrong type."""
+    """Return name -> RoleConfig for the entries of `roles`. Raises ValueError for a wrong name, unknown field or wrong type."""
     return {name: _role(name, node) for name, node in config.roles.items()}
 
 

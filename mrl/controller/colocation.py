@@ -78,7 +78,8 @@ class MemoryScheduler:
         self._models: dict[str, OffloadableModel] = {}
         self._engines: OffloadableEngines | None = None
         self._states: dict[str, MemoryState] = {}
-        # Metrics since the last call of metrics(): seconds of transitions, number of loads, most bytes left after an offload.
+        # Metrics since the last call of metrics(): seconds of transitions, number of loads, largest number of bytes that stayed
+        # allocated after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
         # The engines and the served models. They work at the same time, so they never offload each other.
         self._used_by_rollout = {ENGINES}
@@ -152,8 +153,8 @@ class MemoryScheduler:
         """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
         Yields True if the engines were offloaded. In this case the memory of the engines holds no weights before the push. If
-        the push then raises, the engines stay TRANSITIONING. The actor stays TRANSITIONING, too, unless it was loaded and shares
-        no device with the engines. If the push succeeds, the engines are on their devices after the context.
+        the push then raises, the engines stay TRANSITIONING. The actor stays TRANSITIONING, too, or ON_DEVICE if it was loaded
+        and shares no device with the engines. If the push succeeds, the engines are on their devices after the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)

@@ -160,7 +160,7 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
 
 
 MAX_CHANGES = 4  # largest number of changes in one set
-BEAM_WIDTH = 6  # number of sets to which each round of the search adds one change: the sets that are nearest to fitting
+BEAM_WIDTH = 6  # number of sets that a round of the search extends by one change: those that are nearest to fitting
 MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -251,9 +251,9 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled: tp, pp or cp with half the replicas or with twice the GPUs.
+    """Yield layouts in which one parallel axis is doubled, and the current layout with twice the replicas.
 
-    The axis ep is doubled without a change of dp or world_size. Also yield the current layout with twice the replicas.
+    If tp, pp or cp is doubled, the replicas are halved or the GPUs are doubled. If ep is doubled, dp and world_size stay equal.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

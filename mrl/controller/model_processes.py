@@ -159,7 +159,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """A teacher that SGLang serves. It computes its `top_k` most probable tokens at each sampled token."""
+    """A teacher that SGLang serves. For the position of each sampled token, it computes its `top_k` most probable tokens."""
 
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
@@ -180,7 +180,7 @@ class ServedTeacher:
 
 
 def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
-    """Return the group with the slots of its role, unless its servers run as child processes of the rollout worker."""
+    """Return the group with the slots of its role, or unchanged if its servers are child processes of the rollout worker."""
     return replace(group, slots=placement.engine_slots) if placement.pin_engines_to_nodes else group
 
 

@@ -21,7 +21,7 @@ KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _JOINED_BY_SGLANG = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
-"""(matrix, another matrix): if the first has adapters, the second needs them, too. SGLang (0.5.23, LoRAAdapter) joins them."""
+"""(matrix, another matrix): if the first has adapters, the second needs some, too. SGLang (0.5.23, LoRAAdapter) joins both."""
 
 
 def syncs_adapters(config: Config) -> bool:

@@ -110,7 +110,7 @@ def check_engine_dtype(
     """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
 
     `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. float32 is
-    refused only where engines would start on GPUs, and not when a run on another machine is planned.
+    refused only if engines would start on GPUs here. A plan for a run on another machine does not refuse it.
     """
     if chosen := config.sglang.get("dtype"):
         dtype, key = chosen, "sglang.dtype"

@@ -208,7 +208,7 @@ def _check_first_stage(config: Config, num_features: int, num_layers: int, dims:
 
 
 def _check_no_layout(config: Config, unknown: str) -> None:
-    """Raise ValueError if Megatron's own layout of stages is set. `unknown`: what mrl would have to know about it."""
+    """Raise ValueError if pipeline_model_parallel_layout is set. `unknown`: what mrl must know about it, for the message."""
     if layout := config.megatron.get("pipeline_model_parallel_layout"):
         raise ValueError(
             f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know {unknown}; "
@@ -328,7 +328,7 @@ def _plan_role(config: Config, name: str, role: RoleConfig, actor: ModelPlan, we
 
 
 def _check_reads_actor_sequences(config: Config, model: ModelPlan, actor: ModelPlan, key: str) -> None:
-    """Raise ValueError if a second model has too small a vocabulary or too short a context for the actor's sequences."""
+    """Raise ValueError if the vocabulary or the context of a second model is too small for the actor's sequences."""
     longest = max_prompt_length(config, actor.context) + config.rollout.max_response_tokens
     for what, size, needed in (
         ("vocabulary", model.arch.vocab_size, actor.arch.vocab_size),
@@ -426,7 +426,7 @@ def _check_key_norms(family: Family, arch: Architecture, topology: EngineParalle
 
 
 def check_served_folders(config: Config) -> None:
-    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder, or would be on CPUs and needs GPUs."""
+    """Raise ValueError if a model that SGLang should serve has no Hugging Face folder, or needs GPUs but would be on CPUs."""
     for name, role in roles_of(config).items():
         if not role.is_served:
             continue

@@ -21,7 +21,7 @@ _MEGATRON_CONFLICTS = {
     "pipeline_model_parallel_layout": "mrl puts MTP layers on the last pipeline stage, and does not read this layout",
     "fine_grained_activation_offloading": "Megatron does not find the weights of MTP layers, which it must not offload",
 }
-"""Fields of Megatron that a run that trains MTP layers cannot set -> the reason."""
+"""Field of Megatron that the config must not set if MTP layers are trained -> the reason."""
 
 
 def check_mtp_settings(config: Config, head: str) -> None:
@@ -117,7 +117,7 @@ def _conflicts_of_speculation(config: Config) -> dict[str, str]:
 
 
 def _check_mtp_tensors(hf: HFConfig, key: str) -> None:
-    """Raise ValueError if the model's folder has weights, but not those of the MTP layer, which SGLang would leave random."""
+    """Raise ValueError if the model's folder has weights but lacks tensors of the MTP layer: SGLang would leave them random."""
     folder = hf.path.parent
     if not has_weights(folder):
         return
@@ -131,7 +131,7 @@ def _check_mtp_tensors(hf: HFConfig, key: str) -> None:
 
 
 def draft_server_args(config: Config, model_path: str) -> dict[str, Any]:
-    """Return the server arguments with which the MTP layer in the folder `model_path` is the draft model, or {}."""
+    """Return the server arguments that make the MTP layer in `model_path` the draft model; {} without speculative decoding."""
     if not speculates(config.sglang):
         return {}
     return dict(speculative_draft_model_path=str(Path(model_path).resolve()))

@@ -149,9 +149,9 @@ def load_prompt_datasets(
 def _held_out_source(
     source: PromptSource, config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
 ) -> PromptSource:
-    """Return the source of a held-out set, with the largest allowed length of a prompt and with the check of its rows.
+    """Return the source of a held-out set with two settings for its rows.
 
-    The check finds rows that the reward of the set cannot score.
+    The settings are the largest allowed length of a prompt, and a check that finds rows that the set's reward cannot score.
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
@@ -174,7 +174,7 @@ def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
 
 
 def image_args(actor: ModelPlan) -> dict[str, Any]:
-    """Return server arguments of an image model, with which SGLang computes pixels and position embeddings as trainers do."""
+    """Return server arguments that make SGLang compute pixels and position embeddings of an image model as trainers do."""
     if not actor.arch.vision:
         return {}
     return {"enable_precise_embedding_interpolation": True, _BACKEND: PROCESSOR_BACKEND}
@@ -190,7 +190,7 @@ def image_environment(config: Config) -> dict[str, str]:
 
 
 def check_image_engines(config: Config, arch: Architecture, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if the section `sglang` has values with which engines of an image model sample wrongly."""
+    """Raise ValueError if values in the section `sglang` would make the engines of an image model sample wrongly."""
     if arch.vision is None:
         return
     if config.sglang.get(_BACKUP) is False and any(ENGINES in roles for roles in colocated_roles):

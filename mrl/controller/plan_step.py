@@ -194,9 +194,9 @@ def prompt_stream(config: Config, train: PromptDataset, rules: PromptDrawing) ->
 
 
 def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
-    """Build the sampler and the group-size function that the config names, and call each once, as in the first step.
+    """Build the sampler and the group-size function that the config names, and call both once, as the first step does.
 
-    Raises ValueError if one of them cannot be built, fails, or returns an invalid result.
+    Raises ValueError if one of the two cannot be built, fails, or returns an invalid result.
     """
     sampler, sizes = config.data.sampler, config.rollout.group_sizes
     if sampler and not config.data.shuffle:

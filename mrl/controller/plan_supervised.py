@@ -79,7 +79,7 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
 
 
 def check_warm_start(config: Config) -> None:
-    """Raise ValueError if the objective of a warm start trains another model than the actor, or if LoRA forbids sft.output."""
+    """Raise ValueError if the objective of a warm start trains a reward model, or if a run with LoRA sets sft.output."""
     if SupervisedObjective.of(config).head != "vocabulary":
         raise ValueError(
             f"sft.objective._target_={config.sft.objective.get('_target_')}: it trains a reward model, which cannot be the warm "

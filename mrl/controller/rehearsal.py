@@ -105,9 +105,9 @@ def _make_up_response(data: PromptDataset, row: int, multi_turn: bool, is_right:
 def rehearse_reward(reward: Reward, responses: list[Response], settings: ScoringConfig, key: str = "reward") -> None:
     """Call a reward, or each inner reward of a combined reward, with the responses that it scores.
 
-    The responses of each combination of data source, ability and style are one call. After a failure that may be temporary, the
-    reward is not called again, because each further call could take as long. `key`: config key of the reward. Raises ValueError
-    as `rehearse` does.
+    The responses of each combination of data source, ability and style form one batch. After a failure that may be temporary,
+    the reward is not called again, because each further call could take as long. `key`: config key of the reward. Raises
+    ValueError as `rehearse` does.
     """
     named = list(_named_rewards(reward, responses, key))
     rewards = [(name, each, given) for name, each, given in named if given and not getattr(each, "needs_server", False)]
@@ -145,7 +145,7 @@ def _copy(name: str, reward: Reward) -> Reward:
 def _named_rewards(
     reward: Reward, responses: list[Response], name: str
 ) -> Iterator[tuple[str, Reward, list[Response]]]:
-    """Yield (config key, reward, its responses) of each reward in a combined reward, or of the reward itself."""
+    """Yield (config key, reward, its responses) for each reward in a combined reward. Any other reward is yielded itself."""
     if not isinstance(reward, CombinedReward):
         yield name, reward, responses
         return
@@ -167,8 +167,8 @@ def _call(
     """Return one score for each response. `index`: index of the reward in `pool`; None: the reward has `in_process = True`.
 
     A reward that has `per_sample = True` is called once for each response. Any other reward is first called with all responses.
-    If this call fails, the reward is called for each response alone, except if it has `whole_groups = True` or if the call
-    returned invalid scores.
+    If this call fails for another reason than invalid scores, a reward without `whole_groups = True` is then called for each
+    response alone.
     """
 
     def run(batches: Sequence[list[Response]]) -> list[CallResult]:
@@ -197,9 +197,9 @@ def _call_in_thread(reward: Reward, batch: list[Response], limit_s: float) -> Ca
 
 
 def _check_scores(name: str, scores: Sequence[Score], responses: Sequence[Response]) -> bool:
-    """Raise ValueError, or log a warning, if scores failed. `name` is the config key of the reward.
+    """Raise ValueError if a score is invalid, or if all scores failed and the first reason is not temporary.
 
-    Returns whether a score failed for a reason that may be temporary.
+    For other failures, log a warning. Returns whether the first reason may be temporary. `name`: config key of the reward.
     """
     failures = [(score.failure, response) for score, response in zip(scores, responses, strict=True) if score.failure]
     if not failures:

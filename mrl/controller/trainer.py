@@ -131,7 +131,7 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    scorers: Sequence[ColumnPass]  # forward passes, each of which computes one or several columns [R]
+    scorers: Sequence[ColumnPass]  # forward passes; every pass computes one or several columns [R]
     actor: PolicyUpdater
     critic: ValueUpdater | None
     coefs: Coefficients  # coefficients of the KL penalties and of the entropy bonus
@@ -240,8 +240,8 @@ class Trainer:
             rollouts: result of `generate`.
             estimates: result of `estimate`, or None for a loss that reads no advantages, such as CrossEntropy.
             rows: [B] mask of the responses on which to train. The loss is averaged over these responses. Default: all responses.
-            loss: policy loss that replaces algorithm.loss. The correction, the KL penalty and the entropy bonus still apply,
-                unless `loss` is an Objective, which replaces them, too.
+            loss: policy loss that replaces algorithm.loss. The correction, the KL penalty and the entropy bonus still apply. If
+                `loss` is an Objective, it replaces them, too.
         """
         record = self.record
         record.check_update()

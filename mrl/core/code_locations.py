@@ -43,7 +43,7 @@ def python_path() -> str:
 
 
 def import_environment() -> dict[str, str]:
-    """Return variables with which Ray's processes, and the processes that they start, search the working directory last."""
+    """Return variables that make Ray's processes, and the processes that they start, import from the working directory last."""
     return {"PYTHONSAFEPATH": SAFE_PATH, WORKING_DIRECTORY: os.environ.get(WORKING_DIRECTORY) or os.getcwd()}
 
 
@@ -74,7 +74,7 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Turn garbage collection off while the block imports large packages, which then takes about a fifth less CPU time.
+    """Turn garbage collection off while the block imports large packages. The imports then take about a fifth less CPU time.
 
     Imports create many objects and hardly any garbage. After the block, the garbage collector skips all objects that exist by
     then.
@@ -131,7 +131,7 @@ def source_line(location: str) -> str | None:
 
 
 def plug_in_name(plug_in: object) -> str:
-    """Return the name of a plug-in's function, or of its class."""
+    """Return the name of a plug-in: the name of the function, or for an object the name of its class."""
     return getattr(_function_of(plug_in), "__name__", None) or type(plug_in).__name__
 
 
@@ -164,7 +164,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 def is_ray_task_error(error: BaseException) -> bool:
     """Return whether an exception is a RayTaskError, with which Ray wraps an exception of another process.
 
-    Ray also derives classes from RayTaskError and the type of the wrapped exception.
+    Such an exception may also be of a class that Ray derives from both RayTaskError and the type of the wrapped exception.
     """
     return any(each.__name__ == "RayTaskError" for each in type(error).__mro__)
 

@@ -27,8 +27,8 @@ def write_json(path: Path, content: object) -> None:
 def last_lines(path: Path, count: int) -> list[bytes]:
     """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
 
-    Lines that differ from their hashes (see JsonLinesFile) are not returned. A warning is logged, unless only the last line
-    differs.
+    Lines that differ from their hashes (see JsonLinesFile) are not returned. If a line before the last line differs, a warning
+    is logged.
     """
     if not path.exists():
         return []
@@ -102,7 +102,7 @@ class JsonLinesFile:
         self._keep_until(last_step)
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append a line. The line is in the file when this function returns, except if the disk is full.
+        """Append a line. When this function returns, the line is in the file or, if the disk is full, in memory.
 
         Raises RunDirMovedError if the file was moved, deleted or replaced.
         """

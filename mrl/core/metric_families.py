@@ -1,4 +1,4 @@
-"""The class Metric, which declares a metric, and families of metrics: their names have a variable part, such as a data source."""
+"""The class Metric declares a metric. FAMILIES declares metrics whose names have a variable part, such as a data source."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -481,7 +481,7 @@ def in_sections(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def reduce(name: str, values: Sequence[float]) -> float:
-    """Return one number for the values of a metric over steps, by the metric's reduction. NaN if there are no values."""
+    """Reduce a metric's values of several steps to one number, as Metric.reduction says. Returns NaN if there are no values."""
     if not values:
         return math.nan
     reductions = {"mean": lambda: sum(values) / len(values), "sum": lambda: sum(values), "max": lambda: max(values)}

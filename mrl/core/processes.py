@@ -140,17 +140,17 @@ _before_exit: list[Callable[[], None]] = []
 
 
 def call_before_exit(function: Callable[[], None]) -> None:
-    """Let `_exit` call `function`, except after a finished run or a StartupLostError. A later call replaces the function."""
+    """Make `_exit` call `function` first if an exception other than StartupLostError ends the run. A later call replaces it."""
     _before_exit[:] = [function]
 
 
 @contextmanager
 def shutdown_deadline(what: str, since: float) -> Iterator[None]:
-    """Limit the time in which the body ends processes. `what` is the text that names these processes in messages.
+    """Limit the time in which the `with` block ends processes. `what` is the text that names these processes in messages.
 
     A process of Ray that is stopped or hangs can block calls of Ray forever. So a thread logs every NOTICE_S seconds which
     processes still run. After TIMEOUT_S seconds, the thread ends the descendants that this process started after `since`, a value
-    of time.time(). Calls that wait for these processes then return. If the body continues for another EXIT_S seconds, this
+    of time.time(). Calls that wait for these processes then return. If the block continues for another EXIT_S seconds, this
     process exits. The exception that was being handled when the context began determines the exit status.
     """
     finished, reason = threading.Event(), sys.exception()

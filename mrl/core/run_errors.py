@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 REQUEUE_STATUS = 75
 """Exit status of a preempted run, which must be started again. 75 is EX_TEMPFAIL of sysexits.h.
 
-The run has written a checkpoint, unless the signal arrived before training began.
+The run has written a checkpoint if training had begun when the signal arrived.
 """
 UNHEALTHY_STATUS = 3
 """Exit status of a run that trainer.on_unhealthy=stop has ended. The run has a checkpoint."""
@@ -217,7 +217,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def _unwrap(error: BaseException) -> BaseException:
-    """Return the first exception of the chain that is not a RayTaskError, whose message would be a traceback."""
+    """Return the first exception of the chain that is not a RayTaskError. The message of a RayTaskError is a traceback."""
     for each in error_chain(error):
         if not is_ray_task_error(each):
             return each
@@ -225,7 +225,7 @@ def _unwrap(error: BaseException) -> BaseException:
 
 
 def _message_lines(error: BaseException) -> list[str]:
-    """Return the message of an exception. The type of the exception precedes the message, unless mrl defines this type."""
+    """Return the lines of an exception's message. For a type that mrl does not define, the type precedes the message."""
     of_mrl = type(error).__module__.startswith("mrl.")
     message = str(error).strip()
     prefix = "" if of_mrl and message else f"{type(error).__name__}: "

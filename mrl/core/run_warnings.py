@@ -97,8 +97,8 @@ class _FileWriter:
 
     def __init__(self, path: Path, process: str) -> None:
         self.path, self.process = path, process
-        self._counts: dict[str, int] = {}  # key of a warning -> its number in this process
-        self._unwritten: dict[str, int] = {}  # key of a warning -> number that the lines of the file do not count yet
+        self._counts: dict[str, int] = {}  # key of a warning -> how often it occurred in this process
+        self._unwritten: dict[str, int] = {}  # key of a warning -> number of occurrences that are not in the file yet
 
     def __call__(self, text: str) -> None:
         key = warning_key(text)

@@ -37,7 +37,7 @@ class TextSample:
     parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     failure: str | None = None  # why the response could not be scored; None: it was scored
     group: int | None = None  # index of the prompt among the step's prompts; None: written by an older version of mrl
-    group_rewards: Sequence[float] = ()  # rewards of all responses of the group, also of those that are not kept
+    group_rewards: Sequence[float] = ()  # rewards of all responses of the group, also of responses not in the file
     source: str | None = None  # name of the data source
     ground_truth: str | None = None  # expected answer of the row, as the reward gets it; None: the row has none
     turns: Sequence[Mapping[str, str]] = ()  # role and text of each message of a multi-turn response; else empty

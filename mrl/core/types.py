@@ -30,7 +30,7 @@ from parallel.durable_files import atomic_file
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
 _IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # names of the arrays of images in this file
 OFFLINE = "offline"
-"""Column of a TokenBlock with rows from data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
+"""Column of a TokenBlock that contains rows of data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
@@ -167,9 +167,9 @@ class TokenBlock:
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
-        """Write the block, except `teachers`, and the arrays `extra` to one .npz file, without pickle.
+        """Write the block (without `teachers`) and the arrays `extra` to one .npz file, without pickle.
 
-        `path` appears when the file is complete.
+        The file appears at `path` only when it is complete.
         """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
@@ -478,7 +478,7 @@ class SyncReport:
     engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
-    # name of the LoRA adapters that the engines have loaded, which requests must give; None: requests give no name
+    # name of the LoRA adapters that the engines have loaded; each request must give this name. None: requests give no name
     adapter: str | None = None
 
 

@@ -49,8 +49,8 @@ class ImageFile:
     def data_url(self) -> str:
         """Return the image as a PNG file in a data URL, for a request to SGLang.
 
-        A data URL is needed, because SGLang (0.5.23) takes a text that begins with "/" for a path, and JPEG files in base64
-        begin with "/". PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
+        A data URL is needed, because JPEG files in base64 begin with "/", and SGLang (0.5.23) reads a text that begins with "/"
+        as a path. PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
         """
         image, file = self.open(), io.BytesIO()
         image.info.clear()  # orientation and color profile, which the trainer does not read either
@@ -65,7 +65,7 @@ class ImageFile:
 def read_images(value: Any, column: str, folder: Path) -> tuple[ImageFile, ...]:
     """Return the images of a row. `value` is the row's value in the column `column`: None, an image, or a list of images.
 
-    Paths are relative to `folder`, unless they are absolute. Raises RowError if `value` has another form.
+    Relative paths start at `folder`. Raises RowError if `value` has another form.
     """
     if value is None:
         return ()
@@ -154,7 +154,7 @@ class RequestImages:
     image_token: int  # id of the image token
 
     def request_tokens(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt with one image token for each image, as SGLang expects it. `prompt` has all image tokens."""
+        """Return `prompt` with the tokens of each image replaced by a single image token, as SGLang expects it."""
         pairs = zip([None, *prompt], prompt, strict=False)
         return [token for before, token in pairs if token != self.image_token or before != token]
 
@@ -179,7 +179,7 @@ def processor_settings(folder: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """How prompts of one model contain images."""
+    """What is needed to put images into the prompts of one model: image processor, image token and merge size."""
 
     model_path: str  # Hugging Face folder, which has the settings of the image processor
     image_token: int  # id of the token that stands for an output of the vision tower
@@ -187,7 +187,7 @@ class ImagePrompts:
 
     @classmethod
     def of(cls, model_path: str | Path, vision: VisionTower | None) -> Self | None:
-        """Return how prompts of the model in this folder contain images; None: the model has no vision tower."""
+        """Return the ImagePrompts of the model in this folder; None: the model has no vision tower."""
         return cls(str(Path(model_path).resolve()), vision.image_token, vision.merge_size) if vision else None
 
     def num_tokens(self, images: Sequence[ImageFile], column: str) -> list[int]:

@@ -23,7 +23,7 @@ class OfflineRow(NamedTuple):
 
     number: int  # row number in the file, from 0
     prompt: list[int]  # token ids
-    response: list[int]  # token ids; if the file has a text, with the end-of-sequence token
+    response: list[int]  # token ids; if the response is a text in the file, an end-of-sequence token follows the text
     reward: float
     # Log-probability of each response token under the policy that sampled it; None: unknown
     logprobs: list[float] | None

@@ -57,7 +57,7 @@ class PromptDrawing:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether a rule reads how often the rows were drawn, or their rewards."""
+        """Whether the sampler or `group_sizes` reads the history of the rows: how often they were drawn, and their rewards."""
         uses_rewards = self.sampler is not None and getattr(self.sampler, "uses_rewards", True)
         return uses_rewards or self.group_sizes is not None
 
@@ -380,7 +380,7 @@ class PromptStream:
         rules: PromptDrawing | None = None,
         examples: Sequence[PromptExample] = (),
     ) -> None:
-        """Start at the first row.
+        """Create a stream that starts at the first row.
 
         Args:
             num_rows: number of rows of all sources.
@@ -479,7 +479,7 @@ class PromptStream:
         """Continue at the position of a stream with equal properties (see `_identity`). The batch size may differ.
 
         Raises:
-            ValueError: the state was saved by another stream. The message names the difference.
+            ValueError: the stream that saved the state has other properties. The message names the difference.
         """
         for name, ours in {"sampler": "", **self._identity()}.items():
             if (saved := state.get(name, "" if name == "sampler" else None)) != ours:

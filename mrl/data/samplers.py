@@ -142,7 +142,7 @@ class PromptHistory:
             self._num_rewards += 1
 
     def latest_rewards(self, rows: range, count: int) -> NDArray[np.float64]:
-        """Return the `mean_reward` of the `count` rows in this range with the latest rewards, the latest first."""
+        """Return the `mean_reward` of the `count` rows in this range that got a reward most recently, the most recent first."""
         latest = self.latest[rows.start : rows.stop]
         order = np.argsort(-latest, kind="stable")[:count]
         return self.mean_reward[rows.start : rows.stop][order[latest[order] >= 0]]

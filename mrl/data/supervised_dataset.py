@@ -1,6 +1,6 @@
 """Data sets of `mrl sft`: rows with a response, pairs of a chosen and a rejected response, and responses with a label.
 
-In a supervised row, a response may have several turns with tool results.
+A row with a response is called a supervised row. Its response may have several turns with tool results.
 
 Pairs have the columns `prompt`, `chosen` and `rejected`, and optionally `margin`. Without `prompt`, the common beginning
 of `chosen` and `rejected` is the prompt. Rows with labels have the columns `prompt`, `completion` and `label`. trl has

@@ -229,7 +229,7 @@ class ToolTemplate:
 
         Raises:
             ValueError: the template rejects the role, changes the user's message if a result follows, does not render each result
-                exactly once, renders other text around two results than around one, or puts nothing around a result.
+                exactly once, puts different text around two results than around one, or puts nothing around a result.
             ValueError: the tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))

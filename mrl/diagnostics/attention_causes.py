@@ -51,7 +51,7 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
     """
     for layout, pairs in _LAYOUTS.items():
         source, target = pairs(before), pairs(after)
-        # [S, d/2] factor of a pair
+        # [S, d/2] complex factor that turns each pair of `before` into the pair of `after`
         turn = (source.conj() * target).sum(1) / np.maximum(np.square(np.abs(source)).sum(1), TINY)
         difference = np.abs(turn[:, None] * source - target)
         if difference.max() <= tolerance * np.abs(target).max():

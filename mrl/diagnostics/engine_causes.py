@@ -288,7 +288,7 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
 
 
 def _experts(difference: Difference) -> Cause | None:
-    """Find out whether the experts of the sides have different activations, or whether one side omits the shared experts."""
+    """Find out whether the experts have different activations on the two sides, or one side omits the shared experts."""
     if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):

@@ -103,7 +103,7 @@ def place_name(place: str, layer: int | None) -> str:
 
 
 def ordered_places(num_layers: int) -> list[tuple[str, int | None]]:
-    """Return all (place, layer) of a model in the order of computation."""
+    """Return all pairs (place, layer) of a model in the order of computation."""
     inner = [(place, layer) for layer in range(num_layers) for place in LAYER_PLACES]
     return [("embedding", None), *inner, ("final_norm_input", None), ("final_norm", None), ("last_logits", None)]
 
@@ -115,8 +115,8 @@ def compare_places(
 
     At the place `routing`, a token is not compared if round-off decides its experts.
 
-    Returns the differences, and a mask [S] of these tokens and of all later tokens of their rows. While the engine sampled, it
-    may have chosen other experts for the tokens of the mask.
+    Returns the differences, and a mask [S] of the tokens that were not compared and of all later tokens of their rows. For the
+    tokens of the mask, the engine may have chosen other experts while it sampled.
     """
     tied = np.zeros(len(block.tokens), bool)
     differences = []

@@ -18,7 +18,7 @@ Weights = Mapping[str, NDArray]  # Hugging Face name -> tensor
 TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division is by 0
 
 LAYER_IDENTITY = "input_layernorm.weight"
-"""End of the name of the tensor that identifies a layer, if the two sides have the layers in different orders."""
+"""End of the name of the tensor by which a layer is found, if the two sides have the layers in different orders."""
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
@@ -48,7 +48,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 """Place -> parts of the names of the tensors that may cause a difference at this place, in the order of their comparison."""
 
 
-# If a place is recomputed with an assumed cause, such as another RoPE base, and the relative error is at most this, the cause
+# A check recomputes a place with an assumed cause, such as another RoPE base. If the relative error is at most this, the cause
 # explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
 _FIT_TOLERANCE = 1e-3
 
@@ -219,7 +219,7 @@ def _changed(name: str, mine: NDArray, theirs: NDArray, head_dim: int) -> Cause 
 
 
 def _exchanged(name: str, engine: Weights, trainer: Weights) -> Cause | None:
-    """Find out whether the engine has, under this name, a tensor that has another name in the trainer."""
+    """Find out whether the engine's tensor with this name equals a tensor that has another name in the trainer."""
     same = [
         other
         for other, w in trainer.items()
@@ -249,7 +249,7 @@ def _exchanged(name: str, engine: Weights, trainer: Weights) -> Cause | None:
 
 
 def _reorderings(name: str, head_dim: int) -> dict[str, Callable[[NDArray], NDArray]]:
-    """Return description of a change -> function that changes a whole tensor in this way."""
+    """Return a dict: description of a change -> function that changes a whole tensor in this way."""
     changes: dict[str, Callable[[NDArray], NDArray]] = {
         "the rows are shifted by one": lambda w: np.roll(w, 1, axis=0),
         "one side has its negative": lambda w: -w,
@@ -264,7 +264,7 @@ def _reorderings(name: str, head_dim: int) -> dict[str, Callable[[NDArray], NDAr
 
 
 def _head_blocks(weight: NDArray, head_dim: int) -> NDArray:
-    """Return the rows of a weight as heads [heads, head_dim, ...], or as one head if their number is no multiple of head_dim."""
+    """Return the rows of a weight as heads [heads, head_dim, ...], or as one head if head_dim does not divide their number."""
     return weight.reshape(-1, head_dim, *weight.shape[1:]) if len(weight) % head_dim == 0 else weight[None]
 
 
@@ -276,7 +276,7 @@ def _interleaved(weight: NDArray, head_dim: int) -> NDArray:
 
 
 def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
-    """Return whether both tensors seem to have the same blocks of `head_dim` rows: the sums of their blocks are equal."""
+    """Return whether both tensors seem to have the same blocks of `head_dim` rows. Only the sums of the blocks are compared."""
     mine, theirs = (_head_blocks(w, head_dim) for w in (first, second))
     if not 1 < len(mine) <= 512:
         return False

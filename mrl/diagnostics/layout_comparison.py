@@ -45,8 +45,8 @@ _FROM_LOGPROBS: dict[str, Callable[[Column], Column]] = {
 }
 """Column that is not a log-probability -> function that makes plausible values from log-probabilities.
 
-Averaged over tokens sampled from pi, -log pi gives the entropy, and pi gives the sum of pi^2. So each function estimates its
-column from one sampled token.
+The mean of -log pi over tokens sampled from pi is the entropy, and the mean of pi is the sum of pi^2. So each function
+estimates its column from one sampled token.
 """
 
 
@@ -78,7 +78,7 @@ class ParityCheck:
         reference_batch = self._reference_batch(step, partition)
         with self.start_ranks(dims.single_process()) as group:
             outputs = group.forward_outputs(block, [reference_batch], temperature=self.temperature)
-            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])  # of a critic: values
+            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])  # for a critic: its values
             block = self._make_off_policy(block, logprobs, groups, rng)
             expected = self._trace(group, block, [reference_batch], "one_process")
         with self.start_ranks(dims) as group:
@@ -131,8 +131,8 @@ class ParityCheck:
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
     """Return random experts [S, layers, topk], in the form in which an engine reports the experts that it chose.
 
-    These differ from the experts that the router would choose. Equal tokens at equal positions get equal experts, because a
-    shared prompt is computed only once.
+    The random experts differ from those that the router would choose. Equal tokens at equal positions get equal experts,
+    because a shared prompt is computed only once.
     """
     rng = np.random.default_rng(2)
     topk, num_patterns = arch.transformer["moe_router_topk"], 997

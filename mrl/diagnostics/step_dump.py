@@ -2,7 +2,7 @@
 
 step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of every file
                 batch.npz             tokens and columns of all rows, as the trainer ranks received them
-                mini_batches.npz      groups; for each mini-batch, its trained rows, and the rows in the denominators of its loss
+                mini_batches.npz      prompt index of each row; per mini-batch: rows to train, and rows in the loss denominators
                 rng_00000.safetensors states of the random number generators, one file per rank
                 weights/              Hugging Face folder of the weights before the mini-batch, if the dump contains weights
 
@@ -92,7 +92,7 @@ class StepDump:
     def read(cls, path: Path) -> "StepDump":
         """Read a step dump and check that it is complete and unchanged.
 
-        Of the files in weights/, only the sizes are checked. Raises a ValueError that names the missing or changed file.
+        For files in weights/, only the sizes are checked. Raises a ValueError that names the missing or changed file.
         """
         try:
             manifest = json.loads((path / MANIFEST).read_text())
@@ -190,8 +190,8 @@ SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with the
 class StepDumpRecorder:
     """Watches the training of the actor, and dumps some of the steps.
 
-    These are the steps in `settings.steps`, each step with a gradient that is not finite, and steps with a spike: their gradient
-    norm is much larger than the median of the recent steps.
+    It dumps the steps in `settings.steps`, each step with a gradient that is not finite, and steps with a spike. A step has a
+    spike if its gradient norm is much larger than the median of the recent steps.
 
     The trainer ranks write the dumps. They fetch the tokens from Ray's object store, so no token passes through the driver.
     """

@@ -1,4 +1,4 @@
-"""Tests all-reduces between hosts, or between the GPUs of one host. Each rank is a child process, which is killed if it is late.
+"""Tests all-reduces between hosts, or between the GPUs of one host. Each rank is a child process. Late processes are killed.
 
 `python -m mrl.doctor.collective_probe SPEC` runs one rank; SPEC is a RankSpec as JSON. The rank prints a line of JSON when an
 all-reduce begins, finishes or fails.
@@ -32,7 +32,7 @@ class CollectivePlan:
     address: str  # network address of rank 0
     port: int
     host_of_rank: list[str]  # name of each rank's host, in rank order
-    # process group -> its ranks; the group `world` of all ranks is tested in addition
+    # process group -> its ranks; the group `world`, which contains all ranks, is also tested
     process_groups: dict[str, list[int]] = field(default_factory=dict)
     single_host: bool = False  # all ranks are on this host, so NCCL and gloo use the loopback interface
 

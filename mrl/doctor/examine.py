@@ -195,7 +195,7 @@ def _exchange_facts(
 
 
 def _list_joined_hosts(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
-    """Return the `facts` messages of all hosts that joined in time, the same on all hosts; None if the first host is gone.
+    """Return the `facts` messages of all hosts that joined in time, the same list on all hosts; None if the first host is gone.
 
     If several hosts have the same name, their names get the suffix #RANK.
     """

@@ -35,7 +35,7 @@ class DoctorFinding:
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "  # before the lines `why` and `fix` of a finding
-MAX_SHOWN_HOSTS = 6  # if a list has at least two more hosts, it shows only this many names and a count
+MAX_SHOWN_HOSTS = 6  # if a list has at least two more hosts than this, it ends after this many names with a count
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:

@@ -65,8 +65,8 @@ class Layout:
     marks: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
     prepare: Callable[[Row], Row] = dict  # adds the columns that `columns` names but the file does not have
-    # Column in which rows with the same responses differ. Rows with another value than the first row are not read. None: all rows
-    # are read
+    # Column in which rows with the same responses differ. Only rows with the same value as the first row are read. None: all
+    # rows are read
     repeated_by: str | None = None
 
 
@@ -252,7 +252,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _source_name(file: Path) -> str:
-    """Return the data source of a file without a column data_source: the file name without the prefix and time of a harness."""
+    """Return the data source of a file without a column data_source: the file name without a harness's prefix and time."""
     return re.sub(r"^(samples|details)_|_\d{4}-\d\d-\d\dT[\d:.-]+$", "", file.stem)
 
 

@@ -137,7 +137,7 @@ class GenerationPlan:
     def prompts(self) -> list[EvaluationPrompt]:
         """Read and check all prompts.
 
-        Raises ValueError with the file, the row and the reason if a prompt is unusable, unless the row policy skips such rows.
+        Raises ValueError with file, row and reason if a prompt is unusable, unless data.bad_rows or data.overlong skips it.
         """
         config = self.config
         limit = max_prompt_length(config, self.model.context)

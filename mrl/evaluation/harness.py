@@ -61,7 +61,7 @@ class HarnessPlan:
 
     config: Config
     model: SampledModel  # model that the engines serve: a Hugging Face folder or a Megatron checkpoint
-    words: list[str]  # command line of the user
+    words: list[str]  # words of the command line in evaluate.harness
     folder: Path  # folder for the files of the harness
 
     @property

@@ -34,7 +34,7 @@ class ResponseStore:
                 contains other files.
         """
         self.folder = Path(folder)
-        # The settings get the types that a manifest on disk has.
+        # The conversion to JSON and back gives the settings the types that a manifest on disk has.
         self.settings: JsonObject = json.loads(json.dumps(settings))
         self._lock: int | None = None  # file descriptor of the locked folder
         self._check()

@@ -23,11 +23,11 @@ class HangDiagnosis:
 
 
 def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
-    """Find the processes to blame. `is_pending` tells whether a process was called and has not answered.
+    """Find the processes to blame. `is_pending` tells whether a process is pending: it was called and has not answered.
 
     The first of these rules that finds processes decides which processes are blamed:
     1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
-    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended, which
+    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended; that rank
        probably waited for such a process;
     3. pending ranks that the watchdog ended;
     4. processes that died and are not pending;
@@ -85,7 +85,7 @@ def _describe_state(snapshot: ProcessSnapshot) -> str:
 
 
 def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe in which process groups a rank has entered fewer collectives than other members; "" if in none."""
+    """Describe in which process groups a rank has entered fewer collectives than other members; "" if in no group."""
     lags = []
     for own in snapshot.collectives:
         others = [

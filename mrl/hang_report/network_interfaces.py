@@ -118,9 +118,9 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
     """Return the interfaces on which NCCL opens its connections. NCCL's bootstrap uses the first of these interfaces.
 
-    `variable`: the value of NCCL_SOCKET_IFNAME. If it is empty, NCCL uses the interfaces whose names begin with "ib". If there is
-    none, NCCL uses all interfaces that do not match NCCL_LAST_CHOICES. If there is none either, NCCL uses the interfaces that
-    match the first prefix of NCCL_LAST_CHOICES that any interface matches.
+    `variable`: the value of NCCL_SOCKET_IFNAME. If it is empty, NCCL uses the first of these lists that is not empty: the
+    interfaces whose names begin with "ib"; all interfaces that match no prefix of NCCL_LAST_CHOICES; the interfaces that match
+    its first prefix, its second prefix, and so on.
     """
     up = [one for one in interfaces if one.up]
     if variable:

@@ -187,8 +187,7 @@ def _summarize(stack: list[StackFrame]) -> StackSummary:
 def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
     """Return the innermost frames, up to and including the first frame outside of libraries: at most NUM_WAITING_FRAMES.
 
-    The result omits library code that called this first frame, because that code only started the work in which the process
-    waits.
+    Library code that called this first frame is omitted, because it only started the work in which the process waits.
     """
     frames = []
     for frame in stack[:NUM_WAITING_FRAMES]:

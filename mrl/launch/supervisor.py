@@ -3,9 +3,9 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit. A child that must be started again also omits the message: after
-`request_restart`, or if its run is finished but the processes of the run hang. `shutdown_deadline` in mrl.core.processes then
-ends the child, and the new child only prints the result.
+not distinguish these cases from a normal exit. A child that must be started again also omits the message. This is so after
+`request_restart`, and if the run is finished but its processes hang: `shutdown_deadline` in mrl.core.processes then ends the
+child, and the new child only prints the result.
 """
 
 import atexit
@@ -139,7 +139,7 @@ class _ChildWatcher:
         that are older than the run (`server & exec mrl train`), or their children. In two cases, this process can also inherit
         orphans of other programs: it had children before the run, or it is process 1 of a container, which also inherits the
         orphans of `docker exec`. In these cases, the result omits each orphan whose environment can be read, is not empty and
-        lacks RUN_VARIABLE, because such an orphan is not of the run.
+        lacks RUN_VARIABLE, because such an orphan does not belong to the run.
         """
         new = [each for each in _children() if each not in self.earlier]
         if self.earlier or os.getpid() == 1:
@@ -187,7 +187,7 @@ def _is_of_another_program(process: psutil.Process) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait until the child ends, and return its exit status. Also reap orphans, of which this process is the subreaper."""
+    """Wait until the child ends, and return its exit status. Also reap the orphans that this process gets as the subreaper."""
     while True:
         try:
             pid, status = os.wait()

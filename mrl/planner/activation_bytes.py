@@ -200,7 +200,7 @@ def recurrent_bytes(
 ) -> BytesByTensor:
     """Return the bytes that a recurrent layer saves for its recurrence. They include the norms before and after the recurrence.
 
-    parallel.segment_recurrence computes all tokens of the pack in float32, also the tokens of other context-parallel ranks. The
+    parallel.segment_recurrence computes all tokens of the pack in float32, including those of other context-parallel ranks. The
     estimate assumes that every chunk is full. It does not count the tokens that the convolution reads before each segment.
     """
     sizes = shape.recurrence
@@ -416,7 +416,7 @@ def tower_patch_bytes(tower: TowerShape, itemsize: int) -> int:
 def tower_working_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) -> int:
     """Return the temporary bytes while the vision tower computes the images of a pack, in the forward or the backward pass.
 
-    They are the pixel values, one block with float32 copies of queries and keys, and the embeddings and features of the pack.
+    The result includes the pixel values, one block with float32 copies of queries and keys, and the embeddings and features.
     """
     if tower is None or not batch.images:
         return 0

@@ -15,7 +15,7 @@ from mrl.weight_sync.engine_layout import ITEM_BYTES, VOCAB_PADDING, EngineParal
 
 # Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
 DEFAULT_MEM_FRACTION = 0.8
-# Bytes for states of recurrent layers, for each byte for keys and values, if sglang.mamba_full_memory_ratio is not set.
+# Bytes for states of recurrent layers, divided by bytes for keys and values, if sglang.mamba_full_memory_ratio is not set.
 _STATE_RATIO = 0.9
 # Bytes of one element of the convolution's inputs, and of the recurrence's state, in SGLang (0.5.23) by default.
 _CONVOLUTION_BYTES, _STATE_BYTES = 2, 4

@@ -6,8 +6,8 @@ of GPUs. Then the search compares all divisions of the GPUs between trainers and
 
 The search is deterministic. It finds the shortest predicted step among the candidates with these properties:
 
-- The run has as many engines as fit on the GPUs without trainers or, if engines and trainers share GPUs, on the trainers' GPUs.
-  It has no more engines than a step has responses. plan.fix can set a smaller number of engines.
+- The run has as many engines as fit. They use the GPUs without trainers or, if trainers and engines share GPUs, the GPUs of
+  the trainers. The run has no more engines than a step has responses. plan.fix can set a smaller number of engines.
 - On several nodes, the replicas of the trained model fill whole nodes.
 - Trainers recompute activations only if they do not fit in memory otherwise.
 """
@@ -252,8 +252,8 @@ class LayoutSearch:
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
         """Return the numbers of replicas to evaluate.
 
-        Each replica must have at least one response of a mini-batch, except that `replica_multiple` replicas are always allowed.
-        On more than one node, the replicas must fill whole nodes.
+        `replica_multiple` replicas are always allowed. Larger numbers are allowed if each replica has at least one response of
+        a mini-batch. On more than one node, the replicas must fill whole nodes.
         """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches

@@ -41,7 +41,7 @@ class GpuCluster:
 
     @classmethod
     def of(cls, cluster: ClusterConfig, plan: PlanConfig) -> GpuCluster:
-        """Multiply the vendor's speeds of the hardware by the efficiencies in `plan`.
+        """Return the cluster of a config. Its speeds are the vendor's speeds, multiplied by the efficiencies in `plan`.
 
         Raises ValueError if the config lacks a speed or the number of GPUs.
         """

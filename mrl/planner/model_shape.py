@@ -257,7 +257,7 @@ class ModelShape:
 
     @property
     def blocks_per_layer(self) -> int:
-        """Number of blocks of each layer: 2, or 1 if layers have either attention, or a recurrence, or an MLP, or experts."""
+        """Number of blocks of each layer: 2, or 1 if each layer has either attention, a recurrence, an MLP, or experts."""
         return len(self.kinds[0].blocks)
 
     @cached_property
@@ -325,7 +325,7 @@ class ModelShape:
         return ends + self.frozen_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
 
     def layer_weights(self, moe: bool) -> float:
-        """Return the number of weights of a layer that has experts (`moe`) or no experts. Weights of routed experts do not count.
+        """Return the number of weights of a layer with experts (`moe`) or without experts. Routed experts do not count.
 
         Layers with different blocks have different numbers of weights, so the result is a mean over the layers.
         If norms are neglected, one token needs one multiply-add for each of these weights.
@@ -381,7 +381,7 @@ class ModelShape:
         """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.
 
         `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a sequence. A token
-        attends to half of this number of tokens on average, and in a layer with a window to at most `window` tokens.
+        attends to `squares_per_token` / 2 tokens on average. In a layer with a window, it attends to at most `window` tokens.
         """
         limited = min(squares_per_token, 2.0 * self.window)
         return squares_per_token + self.windowed_fraction * (limited - squares_per_token)

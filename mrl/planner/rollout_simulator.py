@@ -366,7 +366,7 @@ class Scenario:
 def compare_scenarios(
     groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, gpus: GpuCounts, steps: int
 ) -> list[Scenario]:
-    """Simulate the run with its own setup and with other setups, each of which changes one property."""
+    """Simulate the run with its own setup and with other setups. Each other setup changes one property."""
     skip = steps // 2
     setups = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
     return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in setups]

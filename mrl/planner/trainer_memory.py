@@ -44,7 +44,7 @@ class TrainerSettings:
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
-    # whether gradients flow through log-probabilities of sampled tokens; False: only divergences
+    # whether gradients flow through log-probabilities of sampled tokens; False: only through divergences
     sampled_gradient: bool = True
     entropy: bool = False  # whether the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
@@ -211,7 +211,7 @@ def _fp8_bytes(
 ) -> int:
     """Return the bytes of copies of weights in FP8.
 
-    If the model is trained, or adapters of it are, each matrix has one copy for the forward pass and one copy for the backward
+    If the model or its adapters are trained, each matrix has one copy for the forward pass and one copy for the backward
     pass. Otherwise, each matrix has one copy. Scales are counted only for mxfp8. The scales of other recipes have less than a
     thousandth of the bytes of the copies.
     """
@@ -299,10 +299,11 @@ def _backward_bytes(
 
 
 def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, kind: LayerKind, trains_weights: bool) -> int:
-    """Return the bytes of gradients during the backward pass of a layer's MLP or experts, else of its attention or recurrence.
+    """Return the bytes of gradients during the backward pass of one block of a layer.
 
-    The result includes the gradients of the activations inside this block, and the gradient of the input. Except for experts, the
-    result also includes the gradients of weights, unless the weights are frozen.
+    The block is the MLP or the experts. In a layer without them, it is the attention or the recurrence. The result includes the
+    gradients of the activations inside this block, and the gradient of the input. If `trains_weights` is true, the result also
+    includes the gradients of weights, but not those of experts.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input
@@ -365,10 +366,10 @@ def _distillation_bytes(
 ) -> int:
     """Return the bytes of distillation over the whole vocabulary (parallel.distillation), without the policy's hidden states.
 
-    They include the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`: bytes of
-    a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give a gradient
-    of the head's weight, unless the head is frozen. These gradients are computed one after another, and the sum of the earlier
-    ones stays in memory.
+    The result includes the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`:
+    bytes of a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give
+    a gradient of the head's weight, unless the head is frozen. These gradients are computed one after another, and the sum of
+    the earlier gradients stays in memory.
     """
     rows = -(-shape.vocab // batch.tp)
     weight_gradient = rows * shape.hidden * batch.itemsize if settings.trains_weights else 0

@@ -2,11 +2,11 @@
 
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
 parameters and one buffer for its experts. A buffer has the parameters in the reverse order of the modules, and every parameter
-begins at a multiple of 64 elements. A buffer is one bucket, except under pipeline parallelism with a tied embedding. Then each
+begins at a multiple of 64 elements. Usually, a buffer is one bucket. With a tied embedding under pipeline parallelism, each
 copy of the embedding is a bucket of its own, and the parameters before the copy and after the copy are further buckets. The
-number of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket. Each
-rank stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32 main
-weights for these shards.
+number of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket.
+Each rank stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32
+main weights for these shards.
 
 If gradients are reduced during the backward pass (trainer.overlap_grad_reduce), the first stage has more buckets. Their padding,
 at most some hundred elements for each bucket of 40 million elements, is not counted.
@@ -56,7 +56,7 @@ class VirtualStage:
 class StateBytes:
     """Bytes that one trainer rank stores for a model between training steps."""
 
-    weights: int  # parameters, biases and token counts of routers, indexers, and a vision tower that is not trained
+    weights: int  # parameters; biases and token counts of routers; indexers; a vision tower that is not trained
     gradients: int
     optimizer: int
 

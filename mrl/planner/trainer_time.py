@@ -1,7 +1,7 @@
 """Predicts the seconds of training in a step: arithmetic, memory traffic, communication and the pipeline bubble.
 
-All formulas take an array [R] of R numbers of replicas, so that the layout search evaluates all of them in one call. Elsewhere
-in mrl, R is the number of sampled tokens.
+All formulas take an array [R] that contains R different numbers of replicas. So the layout search evaluates all these numbers
+in one call. Elsewhere in mrl, R is the number of sampled tokens.
 The prediction assumes that communication does not overlap with computation. For example, mrl gathers keys and values before
 attention. Only the reduction of gradients overlaps with the backward pass on GPUs (trainer.overlap_grad_reduce). The prediction
 does not include the time that this overlap saves.
@@ -133,7 +133,7 @@ class TrainerTime:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
         `dense`: number of dense layers of the stage. `moe`: number of layers of the stage that have experts. `is_last`: the
-        stage has the output layer, and `mtp` MTP layers, which `dense` and `moe` include in their counts.
+        stage has the output layer and `mtp` MTP layers. The counts `dense` and `moe` include these MTP layers.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe

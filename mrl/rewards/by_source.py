@@ -12,7 +12,7 @@ from mrl.rewards.reward_types import CombinedReward, Response, Reward, Score
 ATTRIBUTES = {"source": "data_source", "ability": "ability", "style": "style"}
 """Key of a route in the config -> attribute of a response, which is compared with the patterns of this key."""
 PLAIN_TERM = "reward"
-"""Name of the single term of a score if its reward is no weighted sum. GDPO uses the same name for a reward without parts."""
+"""Name of the single term of a score whose reward is not a weighted sum. GDPO uses the same name for a reward without parts."""
 
 
 @dataclass(frozen=True)

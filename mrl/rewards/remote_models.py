@@ -47,7 +47,7 @@ class HttpService:
     servers of such a model. A failed call is repeated after a network error, a timeout, or an answer with the status 408, 425,
     429 or 5xx. The pauses between attempts grow.
 
-    Raises ValueError unless exactly one of `url` and `role` is given, for a malformed URL, and for a limit that is not positive.
+    Raises ValueError if both or neither of `url` and `role` are given, the URL is malformed, or a limit is not positive.
     Also raises ValueError if the environment variable that `api_key_env` names is not set, or if its value is not allowed in an
     HTTP header.
     """

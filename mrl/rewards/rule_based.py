@@ -211,7 +211,7 @@ class Format:
     in this order, and there is only white space between and around the tags. With `pattern`, the form is a regular
     expression that matches the whole response; `.` also matches line breaks.
 
-    Raises ValueError for an invalid regular expression, and unless exactly one of `tags` and `pattern` is given.
+    Raises ValueError if the regular expression is invalid, or if both or neither of `tags` and `pattern` are given.
     """
 
     tags: tuple[str, ...] = ()  # names of the tags; a str is the name of a single tag

@@ -100,7 +100,7 @@ class CallRule:
     conditions: tuple[ArgumentCondition, ...]
 
 
-RULES = (  # further calls, most of them only with some arguments
+RULES = (  # further allowed calls, most of them only with certain arguments
     CallRule("open", (2, None), (ArgumentCondition(1, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule("openat", (257, 56), (ArgumentCondition(2, _OPEN_MODES, os.O_ACCMODE | os.O_TRUNC),)),
     CallRule(

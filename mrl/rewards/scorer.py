@@ -74,7 +74,7 @@ def _call_in_worker(index: int, responses: list[Response]) -> CallResult:
 
 
 def _do_nothing() -> None:
-    """Do nothing. If this call returns, a worker process takes calls."""
+    """Do nothing. When this call returns, a worker process is ready to take calls."""
 
 
 class WorkerPool:
@@ -111,9 +111,10 @@ class WorkerPool:
     def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
         """Call the reward with index `index` in `rewards` for each batch of responses. Returns the result of each call.
 
-        If the pool breaks before a call ends, the call is repeated once. `deadline` is a time of time.monotonic. The time
-        limit of a call is `sample_s` seconds per response, but at most half of the time until the deadline, so that time remains
-        to call the reward again, after the pool broke or with smaller batches. Calls that still run at the deadline are ended.
+        If the pool breaks before a call ends, the call is repeated once. `deadline` is a time of time.monotonic. The time limit
+        of a call is `sample_s` seconds per response, but at most half of the time until the deadline. In the rest of the time,
+        the reward can be called again, after the pool broke or with smaller batches. Calls that still run at the deadline are
+        ended.
         """
         results = self._run(index, batches, sample_s, deadline)
         lost = [i for i, result in enumerate(results) if result is None]

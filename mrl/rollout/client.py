@@ -203,7 +203,7 @@ class Completion:
 
 
 class EngineClient(EngineControl):
-    """HTTP client of one server: samples, and sends the control requests of EngineControl. Several threads may share a client."""
+    """HTTP client of one server, for sampling and the control requests of EngineControl. Several threads may share a client."""
 
     adapter: str | None = None
     """Name under which the server has loaded the LoRA adapters that further requests use. None: no adapters."""
@@ -347,8 +347,8 @@ class EngineClient(EngineControl):
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
         """Return a value that changes whenever the scheduler has computed something; None if the server does not answer.
 
-        Some versions of SGLang do not report such a value. For these versions, the result changes with every call, as if the
-        scheduler computed.
+        Some versions of SGLang do not report such a value. For these versions, each call returns a new value, as if the
+        scheduler had computed something.
         """
         import aiohttp
 
@@ -384,7 +384,7 @@ class EngineClient(EngineControl):
     ) -> Completion:
         """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
-        # A request keeps its adapters until it ends. So their version counts, even if the server already reports a newer one.
+        # A request keeps its adapters until it ends, so report the version of these adapters. The server may have a newer one.
         if adapter is not None:
             info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first

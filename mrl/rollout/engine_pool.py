@@ -72,11 +72,11 @@ class PooledEngine:
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
     log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
-    expected_work: float = 0.0  # of the pending requests, in tokens if the caller estimates them, else in responses
+    expected_work: float = 0.0  # work of the pending requests: tokens if the caller estimates them, otherwise responses
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
-    needs_adapter: bool = False  # whether the engine gets no requests before a push has loaded LoRA adapters into it
+    needs_adapter: bool = False  # whether the engine gets requests only after a push has loaded LoRA adapters into it
 
     @property
     def in_service(self) -> bool:
@@ -92,7 +92,7 @@ type EngineRequest[T] = Callable[[EngineClient, aiohttp.ClientSession], Coroutin
 class StickySession:
     """Keeps all turns of a response on the same engine, because this engine caches the earlier turns.
 
-    If a request fails, the session gets the engine that EnginePool._least_busy then returns.
+    If a request fails, the session continues on the engine that EnginePool._least_busy then returns.
     """
 
     engine: PooledEngine
@@ -242,9 +242,9 @@ class EnginePool:
 
     @property
     def _retrying(self) -> AsyncRetrying:
-        """Calls a coroutine function again if it raises EngineFaultError.
+        """Return an object that calls a coroutine function again if the function raises EngineFaultError.
 
-        Raises EngineError if `fault_tolerance.max_response_attempts` calls, including the first, have failed.
+        The object raises EngineError after `fault_tolerance.max_response_attempts` failed calls, including the first call.
         """
         max_attempts = self.spec.fault_tolerance.max_response_attempts
 

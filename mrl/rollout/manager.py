@@ -145,7 +145,7 @@ class RolloutWorkerHandle:
 
 
 class RolloutManager:
-    """Keeps the staleness buffer of the rollout worker filled with prompts, and takes the groups of one step after another.
+    """Keeps the staleness buffer of the rollout worker filled with prompts, and takes the groups of each step from the buffer.
 
     Every method raises the errors of RolloutWorkerHandle.
     """

@@ -84,8 +84,8 @@ class SampledStep:
     def metrics(self, source_name: Callable[[int], str | None] = lambda row: None) -> dict[str, float]:
         """Return the metrics of the step. They describe all sampled responses, including those of rejected groups.
 
-        `source_name`: row of the data set -> name of its data source in metrics; None: the data source has no metrics of its
-        own.
+        `source_name` takes a row of the data set, and returns the name of its data source in metrics, or None if the data
+        source has no metrics of its own.
         """
         groups = [*self.kept, *self.filtered]
         samples = [sample for group in groups for sample in group.samples]
@@ -106,8 +106,8 @@ class SampledStep:
 def source_names(num_rows: Mapping[str, int]) -> dict[str, str]:
     """Return data source -> its name in metrics, for each data source that has metrics of its own.
 
-    These are the MAX_SOURCES data sources with the most rows. A single data source has no metrics of its own, because these
-    would repeat the metrics of all responses. `num_rows`: data source -> number of its rows.
+    These are the MAX_SOURCES data sources with the most rows. If there is only one data source, it has no metrics of its own,
+    because they would repeat the metrics of all responses. `num_rows`: data source -> number of its rows.
     """
     if len(num_rows) < 2:
         return {}
@@ -165,7 +165,7 @@ class LengthBias:
     length among the groups on which the same step trained.
     """
 
-    num_steps: int = 4  # number of steps, up to the current step, that are compared
+    num_steps: int = 4  # number of compared steps: the current step and the steps before it
     # Serial number of a prompt request -> mean length of its group
     _lengths: dict[int, float] = field(default_factory=dict)
     # For each of these steps, the mean lengths of the groups on which the step trained

@@ -61,8 +61,8 @@ class GroupSampler:
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
         """Divide the prompt requests into lists, in the order of sending. Each list becomes the argument of a call of `sample`.
 
-        Without an agent, `sample` sends one HTTP request for the responses to a list. Several groups share a list, because fewer
-        HTTP requests cost the engines less CPU. Each group has a list of its own in these cases:
+        Without an agent, `sample` requests the responses to all prompts of a list with one HTTP request. Several groups share a
+        list, because fewer HTTP requests cost the engines less CPU. Each group has a list of its own in these cases:
 
         - A step does not wait for all groups in flight (staleness or over-sampling).
         - An agent samples the responses. Then each turn of each response is an HTTP request.
@@ -165,7 +165,7 @@ class GroupSampler:
 
 
 class ScoringOverlap:
-    """Measures for how long responses are scored while the engines sample other responses or while no step waits."""
+    """Measures the time during which responses are scored while the engines sample other responses, or while no step waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below, which three threads change
@@ -378,7 +378,7 @@ class RolloutPipeline:
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error, unless an earlier error other than NoEngineError is stored."""
+        """Make `wait_step` raise this error. If an error is stored already, it is replaced only if it is a NoEngineError."""
         if self._error is None or isinstance(self._error, NoEngineError):
             self._error = error
         self._changed.notify_all()

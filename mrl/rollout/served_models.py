@@ -37,8 +37,9 @@ class ServedModelError(RuntimeError):
 class ServedModels:
     """Starts the servers of all served models, replaces each server that ends, and tells rewards the URLs of the servers.
 
-    The weights of these models never change, so a new server is ready as soon as it answers. In the meantime, rewards repeat
-    failed requests on the other servers of the model, but only until the reward's own deadline (`deadline_s`) passes.
+    The weights of these models never change, so a new server is ready as soon as it answers. While a server is replaced,
+    rewards repeat failed requests on the other servers of the model, but only until the reward's own deadline (`deadline_s`)
+    passes.
     """
 
     def __init__(self, groups: Sequence[ServerGroup], max_restarts: int) -> None:
@@ -46,7 +47,7 @@ class ServedModels:
         self._servers = {group.name: EngineServers(group) for group in groups}
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)  # name of a model -> number of its servers that have ended
-        self._lost: str | None = None  # why a model is lost; None: all models are served
+        self._lost: str | None = None  # why a model is lost: its servers ended too often; None: no model is lost
         self._announced: dict[str, set[str]] = {}  # name -> URLs that `set_servers` has told the rewards
         # Name of an offloaded model -> URLs of the servers that have released their device memory
         self._released: dict[str, list[str]] = {}
@@ -73,12 +74,12 @@ class ServedModels:
             self._watcher.start()
 
     def urls(self, name: str) -> list[str]:
-        """Return the URLs of the servers of a model. Raises ServedModelError if a model is lost."""
+        """Return the URLs of the servers of a model. Raises ServedModelError if the servers of any model ended too often."""
         self.check()
         return self._servers[name].urls
 
     def check(self) -> None:
-        """Raise ServedModelError if a model is lost."""
+        """Raise ServedModelError if the servers of any model ended too often."""
         if self._lost:
             raise ServedModelError(self._lost)
 
@@ -118,7 +119,7 @@ class ServedModels:
         self._announce(name, servers)
 
     def _replace(self, name: str, servers: EngineServers, urls: Sequence[str]) -> None:
-        """Replace servers of a model that have ended. In the meantime, rewards call the other servers of the model."""
+        """Replace these servers of a model, which have ended. Meanwhile, rewards call the other servers of the model."""
         self._restarts[name] += len(urls)
         if self._restarts[name] > self._max_restarts:
             self._lost = (

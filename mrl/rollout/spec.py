@@ -29,7 +29,7 @@ class ServerGroup:
     count: int  # number of servers
     tp_size: int  # tensor-parallel size of each server
     seed: int  # a server gets `seed` + its serial number, unless `arguments` has a random_seed
-    max_replacements: int  # how often a server that ends before it is ready is replaced (see EngineServers.wait_ready)
+    max_replacements: int  # how often EngineServers.wait_ready replaces a server that ends before it is ready
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
@@ -77,7 +77,7 @@ class PoolSettings(Protocol):
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
         ...
 
 
@@ -162,7 +162,7 @@ class RolloutSpec:
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether an engine gets no requests before a push has loaded LoRA adapters into it."""
+        """Whether an engine gets requests only after a push has loaded LoRA adapters into it."""
         return bool(self.server_args.get("enable_lora"))
 
     @property

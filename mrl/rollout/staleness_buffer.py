@@ -160,7 +160,7 @@ class StalenessBuffer[T]:
 
         Without over-sampling, later steps must be able to take all remaining requests before these are too old. Therefore, for
         each d from 0 to K, at most d * N of the remaining requests may be too old for the steps after `step + d`. Returns None
-        if the finished groups do not suffice for this limit.
+        if the step would have to take unfinished groups to keep this limit.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:

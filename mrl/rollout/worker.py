@@ -360,7 +360,7 @@ class RolloutWorker:
         self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
 
     def _passes_filter(self, group: Group) -> bool:
-        """Return whether steps may train on this group according to the rollout filter."""
+        """Return whether steps may train on this group: the rollout filter accepts it, or there is no rollout filter."""
         rollout_filter = self.spec.rollout_filter
         if rollout_filter is None:
             return True

@@ -209,7 +209,7 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Runs some points of a sweep, without those that are already done, until all of them have ended or a signal arrives."""
+    """Runs the given points that are not done yet, until all of them have ended or a signal arrives."""
 
     poll_s: float  # seconds between two polls
 

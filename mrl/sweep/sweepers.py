@@ -64,7 +64,7 @@ class GridSweeper(Sweeper):
 
 
 class OptunaSweeper(GridSweeper):
-    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): Optuna chooses values from earlier metrics."""
+    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): Optuna chooses values based on earlier metrics."""
 
     __module__ = "hydra_plugins.mrl"
 

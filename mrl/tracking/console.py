@@ -265,7 +265,7 @@ def headline(names: Iterable[str]) -> list[str]:
 def _format_phases(metrics: Metrics) -> str:
     """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, other 0.47; before the step: evaluate 2.10)`.
 
-    The times in parentheses, except those before the step, add up to the time of the step. Phases that round to 0.00 s are
+    In the parentheses, the times before the semicolon add up to the time of the step. Phases that round to 0.00 s are
     omitted.
     """
     if "time/step_s" not in metrics:

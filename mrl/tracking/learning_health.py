@@ -27,8 +27,9 @@ ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entrop
 # The mean difference of log-probabilities is a problem if it exceeds both of these limits:
 MISMATCH_NATS = 0.05  # absolute limit
 MISMATCH_GROWTH = 5.0  # limit as a multiple of the mean difference in the first steps
-# A gradient norm above this factor times the norms of the first steps and of the best earlier step has exploded. The norms of the
-# first steps alone are too small for a run in which hardly any response is right at first, because most advantages are 0 then.
+# A gradient norm has exploded if it exceeds this factor times the larger of two norms: of the first steps, and of the best
+# earlier step. The norms of the first steps alone are too small for a run in which hardly any response is right at first,
+# because most advantages are 0 then.
 GRAD_NORM_GROWTH = 20.0
 # The mean reward has collapsed if its fall since the best step exceeds both of these limits:
 REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step

@@ -39,7 +39,7 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
 SHOWN_STEPS = 24  # number of last steps that are shown
 ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
-SHOWN_PROBLEMS = 5  # number of shown warnings and errors: this many of the driver, and this many of all other processes
+SHOWN_PROBLEMS = 5  # at most this many warnings and errors of the driver are shown, and as many of all other processes
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",

@@ -154,8 +154,8 @@ def _rows_of(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
     """Yield the rows of a process in the trace, as (name, spans). The main thread comes first.
 
     The format requires that two spans of a row either nest or do not overlap. Requests of an event loop overlap, and so does
-    work in the background. The requests of all threads are therefore in rows of their own (requests, requests 2, ...), and so is
-    the work in the background of all threads.
+    background work. The requests of all threads therefore get rows of their own (requests, requests 2, ...), and so does the
+    background work of all threads.
     """
     rows: dict[str, list[_Row]] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.seconds)):
@@ -176,7 +176,7 @@ class _Row:
     open_ends: list[float]  # ends of the spans that may contain the next span, innermost last
 
     def add(self, span: Span) -> bool:
-        """Add the span, unless it partly overlaps a span of the row. Returns whether the span was added."""
+        """Add the span and return True. If it partly overlaps a span of the row, do not add it and return False."""
         while self.open_ends and self.open_ends[-1] <= span.start:
             self.open_ends.pop()
         if self.open_ends and span.end > self.open_ends[-1]:
@@ -188,7 +188,7 @@ class _Row:
 
 NOISE = 0.03  # a rank is called slow if it computes longer than the others by more than this fraction
 PASSES = "forward and backward"  # name of the span that contains the micro-batches of one optimizer step
-SMALLEST_SHARE = 0.005  # phases with a smaller part of the time are not named
+SMALLEST_SHARE = 0.005  # phases with a smaller share of the time are not named
 LAST_PHASE = "weight_sync"  # a step is complete if the driver has finished this phase
 BETWEEN_STEPS = ("evaluate", "checkpoint")  # phases that are not part of a step's duration
 
@@ -376,7 +376,7 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say for which part of the weight sync a rank sends at most, and for which part a rank waits for engines at most.
+    """Say which fraction of the weight sync is spent on sending, and on waiting for engines. Both are maxima over the ranks.
 
     `total_s`: seconds of the weight syncs of all steps.
     """

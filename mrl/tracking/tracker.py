@@ -189,7 +189,7 @@ def draw_curve(path: Path, values: Points, held_out: dict[str, Points], *, metri
 
 
 def drawn_evaluations(held_out: dict[str, Points]) -> list[str]:
-    """Return the metrics to draw: the mean rewards of all held-out prompts or, without these, those of each held-out set."""
+    """Return the metrics to draw: the mean rewards of all held-out prompts; if there are none, those of each held-out set."""
     measured = [name for name, points in held_out.items() if points]
     found = [name for name in HELD_OUT if name in measured]
     return found or [name for name in measured if name.rpartition("/")[2].startswith("reward")]

@@ -31,9 +31,9 @@ UNLOAD_FRACTION = 0.5  # an engine may use this fraction of weight_sync.timeout_
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 GatherAdapters = Callable[[Callable[[NamedTensors], SyncReport]], SyncReport | None]
-"""Function that gathers the matrices A and B on rank 0. There it calls its argument with pairs (name in PEFT, matrix).
+"""Function that gathers the matrices A and B on rank 0, and there passes them to its argument as pairs (name in PEFT, matrix).
 
-All ranks call the function. It returns the result of its argument on rank 0, and None on the other ranks.
+All ranks call the function. On rank 0, it returns the result of its argument. On the other ranks, it returns None.
 """
 
 
@@ -64,8 +64,8 @@ class AdapterSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Load the current adapters into every engine, as weight version `version`. All ranks call this.
 
-        A request uses the new adapters only if it names them. The report has their name (`adapter`). This method never pauses
-        engines, so it treats offloaded engines, which are paused already, like all others.
+        A request uses the new adapters only if it names them. Their name is the field `adapter` of the report. This method
+        never pauses engines, so it treats offloaded engines, which are paused already, like all others.
         """
         return self._gather(lambda tensors: self._push(tensors, version)) or SyncReport()
 
@@ -107,7 +107,7 @@ class AdapterSync:
         return newest_first[: self._max_adapters - 1]
 
     def _remove_unused_folders(self, loaded: set[str]) -> None:
-        """Remove the folders of adapters that no engine has loaded. Engines map the files of loaded adapters into memory."""
+        """Remove the folders of adapters that no engine has loaded. Engines map the files of the other folders into memory."""
         for path in self._folder.glob("version_*"):
             if path.name not in loaded:
                 shutil.rmtree(path)

@@ -85,8 +85,8 @@ class Coordinator:
     ) -> None:
         """Prepare the connections to the engines.
 
-        `tp`: number of ranks of each engine. `join_channel` opens a connection to the control channel. It is None for a weight
-        sync that has no control channel: through the disk, or of LoRA adapters.
+        `tp`: number of ranks of each engine. `join_channel` opens a connection to the control channel. It is None for DiskSync
+        and AdapterSync, which have no control channel.
         """
         self.engines = [EngineControl(url, timeout_s) for url in urls]
         self.tp, self.timeout_s, self.pause_mode = tp, timeout_s, pause_mode

@@ -31,8 +31,8 @@ MROPE_BUFFER = ".rotary_emb.axis_map"
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 """Parts of an engine's GPU memory that can be released and allocated again.
 
-The contents of the KV cache are lost, and those of the weights, too, unless enable_weights_cpu_backup is set. SGLang keeps a copy
-of CUDA graphs on the host.
+A release discards the contents of the KV cache. It also discards the contents of the weights if enable_weights_cpu_backup is
+not set. SGLang keeps a copy of CUDA graphs on the host.
 """
 
 
@@ -51,7 +51,7 @@ def adapter_name(version: int, push: int) -> str:
 
 
 def adapter_version(name: str) -> int:
-    """Return the weight version of the adapters that `adapter_name` has named."""
+    """Return the weight version that a name from `adapter_name` contains."""
     return int(name.split("_")[1])
 
 
@@ -96,7 +96,7 @@ class EngineControl:
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Release GPU memory until `resume_memory`.
 
-        The engine must be paused, and not in the mode `in_place`. It may have queued requests.
+        The engine must be paused in another mode than `in_place`. It may have queued requests.
 
         SGLang frees the memory only if the engine was started with enable_memory_saver. On a CPU nothing is freed.
         """

@@ -44,7 +44,7 @@ class EngineParallelSizes:
     def of(cls, info: dict[str, Any]) -> EngineParallelSizes:
         """Return the parallel sizes of a running engine; `info` is the engine's answer to /server_info.
 
-        The answer has one internal state for each data-parallel group, so their number is `dp`.
+        The answer has one internal state for each data-parallel group, so `dp` is the number of internal states.
         """
         dp = len(info["internal_states"]) if info["enable_dp_attention"] else 1
         return cls(int(info["tp_size"]), int(info["ep_size"]), dp)
@@ -169,7 +169,7 @@ class EngineLayout:
     def engine_names(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Name of a Hugging Face tensor -> (SGLang parameter, Hugging Face tensors in this parameter, in order).
 
-        A parameter that stacks experts has tensors of all experts; only the tensors of the same expert are listed.
+        If a parameter stacks experts, the list has only the tensors of the expert to which the named tensor belongs.
         """
         return {name: self._engine_name(name) for name in self.row_of}
 
@@ -255,7 +255,7 @@ class EngineLayout:
         return shapes
 
     def _shards_of(self, name: str, rank: int) -> list[EngineShard]:
-        """Return the shard of each section of tensor `name` on rank `rank`. The list is empty if the rank has other experts.
+        """Return the shard of each section of tensor `name` on rank `rank`. Returns [] for experts that the rank does not have.
 
         Most tensors have a single section (see ParamMapping.shapes).
         """

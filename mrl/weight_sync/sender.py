@@ -239,7 +239,7 @@ def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
     `new` and `old` are uint8 [nbytes] on a CPU: the bytes of the bucket in this push and in the last push. Returns None if the
     compressed form is not smaller than the bucket.
     """
-    # A plane has the bytes of one significance: the first bytes of all elements, then their second bytes, and so on.
+    # A plane has the bytes of one significance. The first plane has the first bytes of all elements, and so on.
     planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(planes.numpy()))
     return packed if len(packed) < new.numel() else None

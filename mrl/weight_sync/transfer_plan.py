@@ -175,7 +175,7 @@ def trainer_shards(
 def scale_shards(
     trainer: Mapping[str, Sequence[TrainerShard]], rows: Iterable[ParamMapping], sizes: dict[str, int]
 ) -> dict[str, list[TrainerShard]]:
-    """Return name -> shards, for the block scales of each quantized matrix. A rank can compute the scales of its weights.
+    """Return name -> shards, for the block scales of each quantized matrix. Each rank can compute the scales of its weights.
 
     Raises ValueError if the trainer's layout splits a block (models/conversion/fp8_blocks.py).
     """
@@ -302,7 +302,7 @@ def choose_transport(
     If every engine rank shares its GPU with a trainer rank, `auto` becomes CUDA IPC, on any number of machines. If all ranks
     are on the CPUs of one machine, `auto` becomes shared memory. Otherwise, `auto` becomes a process group. Raises ValueError
     if the requested transport cannot work, or if only some engine ranks share their GPUs with trainer ranks.
-    mrl.controller.plan_models passes planned locations, before the run starts.
+    Before the run starts, mrl.controller.plan_models calls this function with the planned locations.
     """
     transport = Transport(requested)
     num_hosts = len({host for host, _ in [*senders, *receivers]})

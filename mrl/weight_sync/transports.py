@@ -303,7 +303,7 @@ class ProcessGroupEndpoint:
     def close(self) -> None:
         """Abort all groups. No bytes are lost, because the receivers have acknowledged all sends.
 
-        The groups are not ended regularly, because the regular end of an NCCL group would wait for dead engines.
+        The groups are aborted, because the regular end of an NCCL group would wait for dead engines.
         """
         self.slots = ()
         while self.groups:

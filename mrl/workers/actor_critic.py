@@ -252,7 +252,7 @@ class MegatronActor(MegatronModel):
     ) -> Tensor:
         """Return the log-probabilities and entropies of `head`, and then the outputs of `divergence`: [3 or 5, local R].
 
-        Without `differentiable`, only the outputs of `divergence` have a gradient.
+        If `differentiable` is false, only the outputs of `divergence` have a gradient.
         """
         selected, weight = self._inputs_of_output_layer(hidden, output_layer, output_weight, micro)
         inputs = (selected, weight) if differentiable else (selected.detach(), weight.detach())
@@ -320,7 +320,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
     rollout_logprobs, is_offline = micro.rollout_logprobs, None
     if OFFLINE in micro.columns:
         is_offline = micro.columns[OFFLINE] > 0
-        # An offline row without log-probabilities counts as sampled by the actor before the step.
+        # An offline row without log-probabilities is treated as if the actor before this step had sampled it.
         rollout_logprobs = old_logprobs.where(is_offline & rollout_logprobs.isnan(), rollout_logprobs)
     inputs = LossInputs(
         logprobs=logprobs,

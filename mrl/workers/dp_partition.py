@@ -76,7 +76,7 @@ def partition_step(
         dims.dp,
         packing.max_tokens,
         equal_counts=dims.equal_micro_batch_counts,
-        multiple_of=dims.pp if dims.vpp > 1 else 1,  # as a virtual pipeline requires
+        multiple_of=dims.pp if dims.vpp > 1 else 1,  # a virtual pipeline requires a multiple of pp micro-batches
     )
     step_tokens = max(1, sum(unit.tokens for unit in units))
     sampled_tokens = max(1, int(batch.sampled_lengths[batch.rows].sum()))

@@ -25,8 +25,8 @@ from parallel.dims import ParallelDims
 RANK_TIMEOUT_MARGIN_S = 60.0
 """Difference in seconds between the driver's timeout of a call and the timeout of the ranks.
 
-The ranks' process groups wait longer than the driver, so the ranks still wait when the driver writes its hang report.
-Only for a checkpoint, the driver waits longer than the ranks: each rank itself checks the deadline of the checkpoint.
+The ranks' process groups wait longer than the driver, so the ranks still wait when the driver writes its hang report. For a
+checkpoint, the driver waits longer than the ranks instead, because each rank itself checks the deadline of the checkpoint.
 """
 
 
@@ -327,7 +327,8 @@ class WorkerGroup:
     def offload(self, keep_weights: bool = False) -> int:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay.
 
-        With `keep_weights`, offloaded weights are loaded. Returns the largest number of bytes that a rank still occupies.
+        If the weights were already offloaded, `keep_weights` loads them. Returns the largest number of bytes that a rank still
+        occupies.
         """
         return max(self.call(TrainWorker.offload, keep_weights))
 

@@ -293,7 +293,8 @@ class MegatronModel:
     def offload(self, keep_weights: bool) -> int:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay. All ranks call this.
 
-        With `keep_weights`, offloaded weights are loaded. Returns the bytes that this process still occupies on the device.
+        If the weights were already offloaded, `keep_weights` loads them. Returns the bytes that this process still occupies on
+        the device.
         """
         return self.offloader.move_to(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
 

@@ -147,7 +147,7 @@ def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
 
 
 def _later_tokens(part: TokenBlock, source: Ints, mtp_layers: int) -> Ints:
-    """Return [MTP layers, L]: for each token and layer 0, 1, ..., the token that is 1, 2, ... positions later in the same row.
+    """Return [MTP layers, L]: for layer i = 0, 1, ... and each token, the token that is i + 1 positions later in the same row.
 
     The entry is 0 if the row has no such token, and at padding. `source` [L]: index of each token in `part`; -1: padding.
     """

@@ -69,9 +69,9 @@ class UpdateRunner:
         """Begin to train on the batch of a training step.
 
         `step`: number of earlier steps that trained this model. `index`: number of earlier updates of the model in this step.
-        The learning-rate schedule advances by `mini_batches * epochs` optimizer steps in each step, however many updates the step
-        has. So all updates of a step have the same learning rates. The result is the report of each optimizer step, and the last
-        learning rate.
+        The learning-rate schedule advances by `mini_batches * epochs` optimizer steps in each training step, however many
+        updates the training step has. So all updates of a training step have the same learning rates. The result is the report
+        of each optimizer step, and the last learning rate.
         """
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs

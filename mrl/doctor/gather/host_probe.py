@@ -49,7 +49,7 @@ VARIABLES = (
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 UNLIMITED_BYTES = 2**60  # version 1 of control groups reports a very large number if there is no limit
-SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed of a folder
+SAMPLE_BYTES = 32 * 2**20  # size of the file that is written to measure the write speed of a folder
 FOLDER_TIMEOUT_S = 30.0  # longest wait for the process that measures a folder
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)  # PACKAGE==VERSION in a lock file
@@ -238,7 +238,7 @@ def nearest_existing_folder(path: str | Path) -> str:
 
 
 def probe_shared_memory() -> FolderFacts:
-    """Measure /dev/shm: Ray's objects, and the buffers through which processes of a host exchange data (NCCL, SGLang)."""
+    """Measure /dev/shm, which holds Ray's objects and the buffers of NCCL and SGLang that processes of a host share."""
     return probe_folder("/dev/shm", "shared memory", sample_bytes=0)
 
 
@@ -356,9 +356,9 @@ def _cuda_version() -> str:
 
 
 def _run(*arguments: str, required: bool = True) -> str:
-    """Return the output of nvidia-smi. If its exit status is not 0, raise NvidiaSmiError if `required`, otherwise return "".
+    """Return the output of nvidia-smi, or "" if its exit status is not 0 and `required` is false.
 
-    Raises NvidiaSmiError in any case if nvidia-smi does not answer or cannot be run.
+    Raises NvidiaSmiError if the exit status is not 0 and `required` is true, or if nvidia-smi does not answer or cannot be run.
     """
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)

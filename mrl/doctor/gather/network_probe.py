@@ -208,7 +208,7 @@ def _connect_to_port(peer: PeerHost, address: str, kind: str, port: int, clock: 
 
 
 def _ping(lines, nonce: str, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return seconds: (round trip, the peer's clock minus this host's clock). Raises ValueError if another host answers."""
+    """Return (round-trip time, peer's clock minus this host's clock) in seconds. Raises ValueError if another host answers."""
     begun, now = time.perf_counter(), clock()
     lines.write(b"?\n")
     lines.flush()

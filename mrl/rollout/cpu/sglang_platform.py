@@ -58,7 +58,7 @@ LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
 
 
 def round_embedding_scale(result: None, scheduler: Any) -> None:
-    """Round the factor of Gemma 3's embeddings to the dtype of the model, as transformers and mrl's trainers do.
+    """Round the factor by which Gemma 3 multiplies its embeddings to the model's dtype, as transformers and mrl's trainers do.
 
     Hook that runs after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
     """

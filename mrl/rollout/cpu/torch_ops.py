@@ -1,9 +1,9 @@
 """RMS norm, rotary embedding, experts and LoRA for SGLang on a CPU.
 
-The norm, the rotary embedding and the experts need fewer passes over memory than SGLang's torch versions. `register` adds these
-three functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the common float32 cases, and
-call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the results of `forward_native` by
-float32 rounding.
+The norm, the rotary embedding and the experts of this module need fewer passes over memory than SGLang's torch versions.
+`register` adds these three functions to SGLang's operator registry, for the platform `CpuPlatform`. The functions compute the
+common float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the
+results of `forward_native` by float32 rounding.
 
 SGLang has no torch version of the product with a matrix in FP8. `block_fp8_linear` computes this product. `unpin_lora` lets
 SGLang's own LoRA layers run on a CPU.
@@ -146,7 +146,7 @@ def block_fp8_linear(
 
 
 class UnpinnedTorch:
-    """The module torch, but `tensor` and `zeros` ignore the argument `pin_memory`, which needs a GPU."""
+    """Replacement for the module torch. Its `tensor` and `zeros` ignore the argument `pin_memory`, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Records the tensors that an SGLang engine computes in one forward pass, and brings them into the form of a trainer's trace.
+"""Records the tensors that an SGLang engine computes in one forward pass, and converts them to the form of a trainer's trace.
 
 SGLang calls `record_forward` in each of its scheduler processes (server argument `forward_hooks`), and registers the returned
 hook on the modules of the model. The hook does nothing until a request file lies in the folder of the recording. Then it writes
@@ -28,7 +28,7 @@ REQUEST = "request.json"
 """File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
-_CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a part
+_CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a slice of the last axis
 _PARTIAL_SUMS = (
     "attention_output",
     "mlp_output",
@@ -109,8 +109,8 @@ class ForwardRecorder:
 def _tensors(value: Any) -> list[Any]:
     """Return the tensors of a module's output or arguments. Does not import torch, because the driver imports this file.
 
-    An MoE layer may return an object with the parts of its output, so that the next norm adds them. Such an object counts as no
-    output: the result is [].
+    An MoE layer may return an object that holds the parts of its output, because the next norm adds these parts. For such an
+    object, the result is [].
     """
     if hasattr(value, "get_merged"):
         return []
@@ -245,8 +245,8 @@ def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
 def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
     """Return place -> array for multi-head latent attention.
 
-    RoPE rotates the last `rope` of the `width` components of each query, and one key that all heads share. The place
-    `normed_query` has only the `rope` components.
+    A query has `width` components, and RoPE rotates the last `rope` of them. RoPE also rotates one key that all heads share.
+    The place `normed_query` has only these `rope` components of each query.
     """
     t = arch.transformer
     rope, width = t["qk_pos_emb_head_dim"], t["qk_head_dim"] + t["qk_pos_emb_head_dim"]
@@ -270,7 +270,7 @@ def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
 
 
 def halves(pairs: NDArray) -> NDArray:
-    """Return components [..., d], which come pair by pair, in Megatron's order: the even ones (0, 2, ...), then the odd ones."""
+    """Reorder components [..., d] from pairs to Megatron's order: first the even components (0, 2, ...), then the odd ones."""
     return np.concatenate([pairs[..., 0::2], pairs[..., 1::2]], axis=-1)
 
 
@@ -282,7 +282,7 @@ def _dense_mlp(module: Arrays) -> Arrays:
 
 
 def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
-    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts, and 0 elsewhere."""
+    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts; 0 for all others."""
     block = "mlp" if "mlp.topk/out0" in module else "block_sparse_moe"
     places = _pick(
         module,

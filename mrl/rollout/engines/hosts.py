@@ -85,8 +85,8 @@ class EngineServers:
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every server is ready for requests.
 
-        A server that mrl has started, that was ready before and that still runs counts as ready, because it may be paused or
-        offloaded now.
+        A server that mrl has started counts as ready if it was ready before and still runs. It is not asked again, because it
+        may be paused or offloaded now.
 
         A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
         replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a

@@ -125,7 +125,7 @@ def limit_model_imports(model_path: Path, drafts: bool = False) -> None:
 
 def serve(fields: dict[str, Any]) -> None:
     """Import SGLang and run its HTTP server."""
-    with quick_imports():  # here, because these imports take seconds, and `main` runs its checks before them
+    with quick_imports():  # imported here, because these imports take seconds, and `main` runs its checks first
         import torch
         from sglang.srt.entrypoints.http_server import launch_server
         from sglang.srt.plugins import load_plugins

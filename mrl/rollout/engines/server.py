@@ -110,7 +110,7 @@ class ScratchDir:
         new_lock = self.path / "new"
         self.fd = os.open(new_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # after locking, so that other processes never see the lock file unlocked
+        # The file gets its final name only after it is locked, so that other processes never see the lock file unlocked.
         new_lock.rename(self.path / LOCK_FILE)
 
     def hand_over(self) -> None:
@@ -386,7 +386,7 @@ def cuda_compiler_env(env: Mapping[str, str], libraries: Path) -> dict[str, str]
         "CUDA_HOME": str(toolkit),
         "PATH": prepend("PATH", toolkit / "bin", Path(sys.executable).parent),  # nvcc and ninja
         "LIBRARY_PATH": prepend("LIBRARY_PATH", libraries),
-        # For g++, because only nvcc adds this folder by itself
+        # g++ needs this variable, because only nvcc adds this folder by itself.
         "CPLUS_INCLUDE_PATH": prepend("CPLUS_INCLUDE_PATH", toolkit / "include" / "cccl"),
     }
 

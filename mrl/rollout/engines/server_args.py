@@ -15,7 +15,7 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
 DETERMINISTIC = "enable_deterministic_inference"
-"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on other requests."""
+"""Argument that makes a server use the seeds of requests, and use kernels whose rounding does not depend on other requests."""
 
 NO_TOKENIZER = "skip_tokenizer_init"
 """Argument of a server that has no tokenizer. Such a server costs less CPU, but cannot find stop texts in its responses."""
@@ -133,9 +133,9 @@ NCCL_VARIABLES = {
 """Variable of NCCL that SGLang sets -> server arguments. If one of these arguments is set, SGLang sets the variable to 1."""
 
 DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-"""Variable of torch. With 1, its default, torch writes a log of collectives and ends the process if an NCCL group has an error.
+"""Variable of torch. If it is 1 (default) and an NCCL group has an error, torch logs the collectives and ends the process.
 
-With 0, trainer ranks keep running when an engine dies, and engines keep running when a trainer rank dies.
+If it is 0, trainer ranks keep running when an engine dies, and engines keep running when a trainer rank dies.
 """
 
 

@@ -28,7 +28,7 @@ from mrl.tracking.report.recorded_run import RecordedRun, Sample
 from mrl.tracking.report.sample_table import no_samples_text
 from mrl.tracking.timeline import NOISE, SMALLEST_SHARE, RankWork, percent
 
-STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a change of the mean reward by more standard errors is clear
+STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a clear change of the mean reward exceeds this number of standard errors
 MOST = 0.5  # from this fraction on, failed or truncated responses explain a low reward
 MANY_TRUNCATED = 0.05  # from this fraction on, truncated responses are a problem
 MANY_EQUAL_GROUPS = 0.9  # from this fraction on, groups with equal rewards slow learning down
@@ -145,7 +145,10 @@ def _settings(run: RecordedRun) -> LearningSettings:
 
 
 def _own_part(run: RecordedRun, key: str) -> object:
-    """Build the recorded part of the algorithm. None if it has classes outside mrl: a report does not run a user's code."""
+    """Build the part of the algorithm that the recorded config has at `key`. Returns None if it has classes outside mrl.
+
+    A report does not run a user's code.
+    """
     node = run.setting(key, {})
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(node, default=str))
     if not targets or not all(re.fullmatch(r"mrl\.algorithms\.\w+\.\w+", target) for target in targets):
