@@ -44,7 +44,8 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
 """What the config fields describe -> names of the fields. None of these fields changes the logits."""
 
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
-# Text classifier -> language model, for families X in which XForSequenceClassification is the classifier of the image model.
+# Name of a text classifier -> name of its language model. In these families, XForSequenceClassification is a classifier that also
+# reads images, so the classifier of texts has the name XTextForSequenceClassification.
 _TEXT_CLASSIFIERS = {f"{name}Text{_CLASSIFIER}": f"{name}{_LANGUAGE_MODEL}" for name in ("Gemma3", "Qwen3_5")}
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
@@ -220,7 +221,7 @@ class HFConfig:
         return ropes[0], ropes[1]
 
     def _build_rope(self, parameters: dict[str, Any], dim: int) -> Rope:
-        """Return the rotary embedding of `dim` components. For absent context lengths, it uses the defaults of transformers."""
+        """Return the rotary embedding of `dim` components. A missing original context length gets the default of transformers."""
         kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", self["max_position_embeddings"])

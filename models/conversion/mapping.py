@@ -106,7 +106,7 @@ class ParamMapping:
     ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     is_frozen: bool = False  # never trained, and without a gradient
-    part: str | None = None  # part such as "qkv_bias" (Architecture.parts); only models with it have the parameter
+    part: str | None = None  # optional part of the model (a value of Architecture.parts) with the parameter
     whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     negative_exp_in_engine: bool = (
         False  # engines store -exp(x) where this tensor has the value x, as for the decays A_log of Mamba-2
@@ -276,8 +276,8 @@ class GatedQKVMapping(QKVMapping):
 class HeadGroupsMapping(ParamMapping):
     """Tensors with rows for each group of heads `[groups * rows, ...]`, which Megatron stores in one tensor, group after group.
 
-    A group has its rows of the first tensor (or section), then its rows of the second one, and so on. The whole model has
-    `sizes["head_groups"]` groups.
+    A group has its rows of the first tensor (or section), then its rows of the second one, and so on. Before it is
+    split over tensor-parallel ranks, a tensor has `sizes["head_groups"]` groups.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:

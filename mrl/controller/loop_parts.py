@@ -48,7 +48,7 @@ class RolloutSource(Protocol):
     ) -> AdvantageResult:
         """Compute advantages [R] of the responses that the last `generate` returned.
 
-        The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
+        The advantages depend on rewards and on columns. `columns`: name of a column -> Ray references to its values [R].
         `kl_coef` is the coefficient of the KL penalty in the reward, and `step` is the index of the training step. `rows` [B]
         selects responses; None: all responses. If `advantage` or `loss` is not None, it replaces the estimator or the loss of the
         config.
@@ -92,8 +92,8 @@ class PolicyUpdater(Protocol):
     ) -> PendingCall[ActorUpdate]:
         """Begin to train on the responses that `rows` [B] selects; None: on all responses.
 
-        `step`: number of earlier steps of the run that trained the actor. `coefs`: name of a term of the loss (kl_loss, entropy)
-        -> its coefficient. `index`: number of earlier updates of the actor in this step.
+        `step`: number of earlier steps in which the actor was trained. `coefs`: name of a term of the loss (kl_loss, entropy) ->
+        its coefficient. `index`: number of earlier updates of the actor in this step.
         """
         ...
 

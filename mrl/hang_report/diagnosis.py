@@ -85,7 +85,7 @@ def _describe_state(snapshot: ProcessSnapshot) -> str:
 
 
 def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe in which process groups a rank has entered fewer collectives than other members; "" if in no group."""
+    """Describe in which process groups a rank has entered fewer collectives than other members; "" if there are none."""
     lags = []
     for own in snapshot.collectives:
         others = [

@@ -67,7 +67,7 @@ class MicroBatchShape:
     cp: int = 1
     sequence_parallel: bool = False
     keys_per_token: float = (
-        1.0  # keys that attention reads, divided by tokens; above 1 if a prompt is copied for responses
+        1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt, whose keys are copied
     )
     imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
     images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
@@ -83,7 +83,7 @@ class MicroBatchShape:
 
     @property
     def rows(self) -> int:
-        """r: number of tokens whose hidden states this rank holds between the tensor-parallel matrices."""
+        """r: number of tokens for which this rank holds the residual stream: 1/tp of them under sequence parallelism."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
@@ -95,15 +95,15 @@ class MicroBatchShape:
     def key_rows(self) -> int:
         """Number of rows of keys that attention reads.
 
-        Context parallelism cuts a sequence into 2 cp chunks. A rank has two of the chunks. The queries of both chunks
-        together read 2 cp + 1 chunks of keys.
+        Context parallelism cuts a sequence into 2 cp chunks. Rank i has two chunks: the queries of one read i + 1 chunks of
+        keys, and the queries of the other read 2 cp - i chunks. The sum is 2 cp + 1. Keys that both read count twice.
         """
         read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read / (2 cp)
         return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
 
     @property
     def pairs(self) -> int:
-        """Largest number of pairs (query of this rank, key) that the attention calls of this rank read (AttentionCall).
+        """Largest number of pairs (query of this rank, key) in all calls of attention on this rank together.
 
         As in `key_rows`, the queries of a rank read (2 cp + 1) / (4 cp) of the keys of their sequence, on average.
         """
@@ -117,7 +117,7 @@ class MicroBatchShape:
         return min(self.longest or whole, whole)
 
     def input_bytes(self, numel: int) -> int:
-        """Return the bytes of the saved input of a matrix. `numel`: number of elements of an input that only the matrix saves."""
+        """Return the bytes that a matrix saves for its input of `numel` elements, if no other operation saves this input, too."""
         if not self.fp8:
             return numel * self.itemsize
         return numel + (0 if self.fp8 == "tensorwise" else -(-numel // NUMBERS_PER_SCALE_BYTE))

@@ -74,7 +74,7 @@ class OptunaSweeper(GridSweeper):
         self.n_trials, self.n_jobs = n_trials, n_jobs
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep that these overrides define. If the folder contains an interrupted sweep, its points run first."""
+        """Run the sweep that these overrides define. If the folder has an interrupted sweep, its unfinished points run first."""
         fixed, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
         folder = Path(self._composed.hydra.sweep.dir).resolve()
         maximize = self._composed.sweep.direction.name == "maximize"

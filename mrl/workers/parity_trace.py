@@ -147,8 +147,8 @@ class ActivationHooks:
         self._is_duplicate = not sequence_parallel and groups.tp_group().rank() > 0
         self._hooks: list[Any] = []
         self._sketches: list[ActivationSketch] = []
-        # [local L] index in the block of each of this rank's tokens; -1: padding. `local L` is L / tp with `sequence_parallel`,
-        # otherwise L
+        # [local L] for each of this rank's tokens, its index in the block; -1: padding. `local L` is L / tp with
+        # `sequence_parallel`, otherwise L
         self._tokens = np.empty(0, np.int64)
 
     def __enter__(self) -> "ActivationHooks":
