@@ -277,7 +277,7 @@ class Family:
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
-    engine_is_native: bool = True  # whether SGLang implements the architecture
+    supported_by_sglang: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP)
     mtp: MtpNames | None = None  # names of the tensors of MTP layers; None: MTP layers cannot be trained
     # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
@@ -300,7 +300,7 @@ class Family:
     # part of a Hugging Face name -> the part that SGLang's name has instead; applied to the names after `engine_fusions`
     engine_renames: Mapping[str, str] = field(default_factory=dict)
     # field of config.json that is a list of names -> name that transformers writes -> name that SGLang needs, if they differ
-    engine_spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    engine_field_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
@@ -346,7 +346,7 @@ class Family:
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
-        if not self.engine_is_native:
+        if not self.supported_by_sglang:
             raise ValueError(
                 f"model.path: SGLang 0.5.23 does not implement {self.architecture}; train the model with mrl sft, or from "
                 "recorded rollouts (rollout.replay)."
@@ -354,7 +354,7 @@ class Family:
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
-        for name, spellings in self.engine_spellings.items():
+        for name, spellings in self.engine_field_values.items():
             if unknown := sorted(spellings.keys() & set(config.fields.get(name) or ())):
                 needed = ", ".join(f'"{spellings[value]}" in place of "{value}"' for value in unknown)
                 raise ValueError(f"{config.path}: SGLang has other names for the values of {name}; write {needed}.")

@@ -107,8 +107,8 @@ class SequenceImages:
 
     def pack(self, packed: PackedSequences, packed_tokens: Ints) -> PackedSequences:
         """Return `packed` with the images. `packed_tokens`: for each real token of the pack, its index among the S tokens."""
-        device, is_real = packed.position_ids.device, packed.source >= 0
-        tokens = packed_tokens[packed.source]  # for padding, the index is arbitrary
+        device, is_real = packed.position_ids.device, packed.token_index >= 0
+        tokens = packed_tokens[packed.token_index]  # for padding, the index is arbitrary
         output_index = np.where(is_real, self.output_index[tokens], -1)
         local = np.flatnonzero(output_index >= 0)
         return replace(

@@ -85,7 +85,7 @@ class PackedSequences(PackedSeqParams):
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position of each token in its sequence
     # [L] index of the token among the S real tokens; -1: padding
-    source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    token_index: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()  # together, they compute the attention of all L queries
     chunks: ChunkBounds | None = None  # the chunks of all calls, in order
     # [L] indices of the queries, in the order in which the calls read them; None: the queries already have this order
@@ -113,8 +113,8 @@ class PackedSequences(PackedSeqParams):
     def local_index(self) -> Ints:
         """Index [S] of each real token among the L tokens of this rank; -1 if the token is on another rank."""
         local = np.full(self.num_tokens, -1, np.int64)
-        real = np.flatnonzero(self.source >= 0)
-        local[self.source[real]] = real
+        real = np.flatnonzero(self.token_index >= 0)
+        local[self.token_index[real]] = real
         return local
 
 
@@ -160,7 +160,7 @@ def pack(
     packed = PackedSequences(
         qkv_format="thd",
         position_ids=copy_to_device(positions, device),
-        source=source,
+        token_index=source,
         calls=tuple(calls),
         chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
         query_index=_index([queries[chunk] for chunk in order], tokens_per_rank, device),

@@ -62,13 +62,13 @@ class RecurrencePlan:
         first, positions, widths, previous = _chunk_forest(layout, chunk)
         convolved = np.arange(len(segment)) + (kernel - 1) * segment
         is_split = layout.cp_size > 1
-        own = np.where(pack.source < 0, len(segment), pack.source)
+        own = np.where(pack.token_index < 0, len(segment), pack.token_index)
         slots = positions[first[segment] + place // chunk] * chunk + place % chunk
         tokens = np.full(len(positions) * chunk, len(segment), np.int64)
         tokens[slots] = np.arange(len(segment))
         return cls(
             num_tokens=len(segment),
-            num_rows=len(pack.source),
+            num_rows=len(pack.token_index),
             rows=copy_to_device(layout.global_indices(), device) if is_split else None,
             own=copy_to_device(own, device) if is_split else None,
             history=copy_to_device(_history(layout, kernel - 1), device),

@@ -82,7 +82,7 @@ class Row:
         """Facts about the family on which a refusal or a remark can depend: name -> value."""
         has_experts = any("experts" in name for name in self.fields)
         return {**self.settings} | {
-            "not engine_is_native": self.settings.get("engine_is_native") is False,
+            "not supported_by_sglang": self.settings.get("supported_by_sglang") is False,
             "experts": has_experts,
             "no experts": not has_experts,
             "recurrent layers": bool({"linear_num_key_heads", "mamba_num_heads"} & self.fields),

@@ -107,7 +107,7 @@ class ParamMapping:
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     is_frozen: bool = False  # never trained, and without a gradient
     part: str | None = None  # optional part of the model (a value of Architecture.parts) with the parameter
-    whole_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
+    replicated_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     negative_exp_in_engine: bool = (
         False  # engines store -exp(x) where this tensor has the value x, as for the decays A_log of Mamba-2
     )

@@ -72,7 +72,7 @@ class MtpNames:
             projection = ParamMapping(
                 f"{megatron}.eh_proj.weight", (self.projection.format(**names),), (shape,), axis=0
             )
-            yield replace(projection, whole_in_engine=True)
+            yield replace(projection, replicated_in_engine=True)
             for row in inner:
                 moved = replace(
                     row,

@@ -93,7 +93,7 @@ class FamilyPlan:
     fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Family.engine_fusions
     defaults: dict[str, Any] = field(default_factory=dict)
     unsupported_parts: tuple[str, ...] = ()  # Family.engine_unsupported_parts
-    engine_is_native: bool = True  # whether SGLang implements the architecture
+    supported_by_sglang: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False
 
     @property
@@ -164,8 +164,8 @@ class FamilyPlan:
         lines.append(format_call("    defaults=dict(", _keywords(self.defaults), "),"))
         if self.unsupported_parts:
             lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")
-        if not self.engine_is_native:
-            lines.append("    engine_is_native=False,")
+        if not self.supported_by_sglang:
+            lines.append("    supported_by_sglang=False,")
         if self.has_mtp_layers:
             lines.append("    has_mtp_layers=True,")
         return "\n".join([*lines, ")"])

@@ -242,10 +242,10 @@ def _plan_engine(proposal: Proposal) -> None:
     plan = proposal.plan
     proposal.engine = source = read_engine_source(plan.architecture)
     if source is None:
-        plan.engine_is_native = False
+        plan.supported_by_sglang = False
         proposal.notes.append(
-            f"SGLang: the installed SGLang has no {plan.architecture}, so the family has engine_is_native=False: mrl sft trains "
-            "the model, and mrl train only from recorded rollouts (rollout.replay)"
+            f"SGLang: the installed SGLang has no {plan.architecture}, so the family has supported_by_sglang=False: mrl sft "
+            "trains the model, and mrl train only from recorded rollouts (rollout.replay)"
         )
     else:
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}

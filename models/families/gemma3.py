@@ -53,7 +53,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     translate=translate,
     table=(
-        replace(EMBEDDINGS[0], whole_in_engine=True),
+        replace(EMBEDDINGS[0], replicated_in_engine=True),
         *(*EMBEDDINGS[1:], *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS, *POST_NORMS),
         replace(DENSE_MLP[0], hf=("model.layers.{layer}.pre_feedforward_layernorm.weight",)),
         *DENSE_MLP[1:],

@@ -323,7 +323,7 @@ NEMOTRON_H = Family(
     engine_float32=(".mixer.A",),
     engine_prefixes={"backbone.embeddings.": "model.embed_tokens.", "backbone.": "model."},
     engine_renames={".A_log": ".A"},
-    engine_spellings=dict(layers_block_type={"linear_attention": "mamba", "full_attention": "attention"}),
+    engine_field_values=dict(layers_block_type={"linear_attention": "mamba", "full_attention": "attention"}),
     peft_prefixes={"backbone.": "model."},
     engine_needs_gpu=True,
     # Otherwise, on some GPUs, SGLang would choose kernels that need the weights of experts in another order.

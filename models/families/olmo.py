@@ -30,7 +30,7 @@ _TABLE = (
     *EMBEDDINGS,
     *without_pre_norms(*ATTENTION, *DENSE_MLP),
     *(*QKV_BIAS, *OUTPUT_PROJECTION_BIAS),
-    *(replace(row, whole_in_engine=True) for row in PROJECTION_NORMS),
+    *(replace(row, replicated_in_engine=True) for row in PROJECTION_NORMS),
     *POST_NORMS,
 )
 _DEFAULTS = DEFAULTS | dict(rms_norm_eps=1e-5, attention_bias=False, head_dim=None, num_key_value_heads=None)
@@ -67,5 +67,5 @@ OLMO3 = Family(
     table=_TABLE,
     engine_fusions=ENGINE_FUSIONS,
     defaults=_DEFAULTS | dict(rope_theta=500000.0, sliding_window=4096, layer_types=None),
-    engine_is_native=False,
+    supported_by_sglang=False,
 )

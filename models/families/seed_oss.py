@@ -35,5 +35,5 @@ SEED_OSS = Family(
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS
     | dict(attention_bias=True, attention_out_bias=False, mlp_bias=False, head_dim=128, num_key_value_heads=8),
-    engine_is_native=False,
+    supported_by_sglang=False,
 )

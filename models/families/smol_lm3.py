@@ -63,5 +63,5 @@ SMOL_LM3 = Family(
         attention_bias=False,
         mlp_bias=False,
     ),
-    engine_is_native=False,
+    supported_by_sglang=False,
 )

@@ -71,7 +71,7 @@ class Distillation(PolicyLoss):
     """
 
     # A response with advantage 0 has a gradient, so training must not skip it.
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
 
     divergence: str = "reverse_kl"  # forward_kl, reverse_kl or js
     beta: float = 0.5  # weight of the teacher in the mixture of js

@@ -36,7 +36,7 @@ class Loss(Protocol):
     """
 
     @property
-    def zero_without_advantage(self) -> bool:
+    def zero_at_zero_advantage(self) -> bool:
         """Whether a response with advantage 0 has loss 0 and gradient 0.
 
         If this and algorithm.skip_zero_advantage are true, training skips these responses.
@@ -72,7 +72,7 @@ class Loss(Protocol):
 class PolicyLoss:
     """Base class of policy losses. By default, a loss needs no columns and has no extra columns."""
 
-    zero_without_advantage: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     rows: ClassVar[str] = "responses"  # rows that supervised training needs: "responses", "pairs" or "labels"
@@ -228,7 +228,7 @@ class DRO(PolicyLoss):
     Raises ValueError for a `beta` of 0 or less.
     """
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
     beta: float = 0.05  # a larger beta keeps the policy closer to the old policy
 
     def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class DRO(PolicyLoss):
 class CrossEntropy(PolicyLoss):
     """Negative log-likelihood of the response, for supervised fine-tuning."""
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         return -inputs.logprobs, {}
@@ -320,7 +320,7 @@ class KLCov(PolicyLoss):
     as in the authors' code, which uses the coefficient 1. Raises ValueError for any other `kl`.
     """
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     fraction: float = 2e-4
     coef: float = 1.0
@@ -381,8 +381,8 @@ class TopEntropy:
             raise ValueError(f"fraction={self.fraction}: expected a number from 0 to 1.")
 
     @property
-    def zero_without_advantage(self) -> bool:
-        return getattr(self.loss, "zero_without_advantage", False)
+    def zero_at_zero_advantage(self) -> bool:
+        return getattr(self.loss, "zero_at_zero_advantage", False)
 
     @property
     def uses_entropy(self) -> bool:

@@ -92,8 +92,8 @@ class Objective:
     rollout_logprobs_as_old: bool = False  # use the engine's log-probabilities as old log-probabilities
 
     @property
-    def zero_without_advantage(self) -> bool:
-        zero = getattr(self.policy, "zero_without_advantage", False)
+    def zero_at_zero_advantage(self) -> bool:
+        zero = getattr(self.policy, "zero_at_zero_advantage", False)
         return zero and self.kl is None and self.entropy is None
 
     @property

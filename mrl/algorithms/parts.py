@@ -43,7 +43,7 @@ Each model of the key `roles` that SGLang does not serve computes a further colu
 All distributions are softmax(logits / rollout.temperature)."""
 
 
-MEASURED = {"kl_reward": "policy/kl_reward", "kl_loss": "policy/kl_ref", "entropy": "policy/entropy_mean"}
+TERM_METRICS = {"kl_reward": "policy/kl_reward", "kl_loss": "policy/kl_ref", "entropy": "policy/entropy_mean"}
 """Name of a term of the reward or of the loss -> metric that the term's adaptive coefficient keeps near its target."""
 COEF_METRICS = {
     "kl_reward": "policy/kl_coef_reward",
@@ -282,7 +282,7 @@ def _penalty(node: Node | None, key: str) -> KLPenalty | None:
 class Coefficients:
     """The current coefficients of all terms. A coefficient adapts if its term has a `target`."""
 
-    terms: Mapping[str, Term]  # keys: names in MEASURED
+    terms: Mapping[str, Term]  # keys: names in TERM_METRICS
     values: dict[str, float] = field(default_factory=dict)  # current coefficients, with the keys of `terms`
     measured: dict[str, float] = field(default_factory=dict)  # what the last step measured for each adaptive term
 
@@ -306,7 +306,7 @@ class Coefficients:
         A coefficient does not change if the step measured no value of its term, for example because every response was rejected.
         """
         for name, term in self.terms.items():
-            measured = metrics.get(MEASURED[name], math.nan)
+            measured = metrics.get(TERM_METRICS[name], math.nan)
             if term.target is not None and math.isfinite(measured):
                 self.values[name] = term.next_coef(self.values[name], measured, samples)
                 self.measured[name] = measured

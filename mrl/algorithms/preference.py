@@ -69,7 +69,7 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, responses: Responses) -> dict
 class PairLoss(PolicyLoss):
     """Base class of losses over pairs. A subclass defines the reward of each response, and the loss of each pair."""
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
     rows: ClassVar[str] = PAIRS
 
     def rewards(self, inputs: LossInputs) -> Tensor:
@@ -241,7 +241,7 @@ class KTO(PolicyLoss):
     mean is negative. Raises ValueError for a `beta` of 0 or less.
     """
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
     rows: ClassVar[str] = LABELS
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     beta: float = 0.1  # a larger beta keeps the policy closer to the reference

@@ -100,7 +100,7 @@ class OPMD(PolicyLoss):
     gradient, towards the old policy.
     """
 
-    zero_without_advantage: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
     tau: float = 0.1  # a larger tau keeps the policy closer to the old policy
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

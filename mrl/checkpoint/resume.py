@@ -37,11 +37,11 @@ SAMPLING_KEYS = (
     "trainer._target_",
     "trainer.arguments",
 )
-"""Config keys that decide which samples a run draws and what the run learns. NEUTRAL_KEYS has the exceptions.
+"""Config keys that decide which samples a run draws and what the run learns. SAMPLING_EXCEPTIONS has the exceptions.
 
 A resumed run uses the rollout log only if the values of all these keys are unchanged.
 """
-NEUTRAL_KEYS = (
+SAMPLING_EXCEPTIONS = (
     "data.test",
     "data.test_sets",
     "critic.parallel",
@@ -207,7 +207,7 @@ def _decides_samples(key: str) -> bool:
     def under(parents: tuple[str, ...]) -> bool:
         return any(fnmatchcase(key, parent) or fnmatchcase(key, f"{parent}.*") for parent in parents)
 
-    return under(SAMPLING_KEYS) and not under(NEUTRAL_KEYS)
+    return under(SAMPLING_KEYS) and not under(SAMPLING_EXCEPTIONS)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mrl.algorithms.parts import build_objective, build_value_loss, refuse_disti
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build, plan_tools
-from mrl.diagnostics.engine_check import EngineReport, PlaceDifference
+from mrl.diagnostics.engine_check import EngineReport, PointDifference
 from mrl.workers.trace_comparison import ParityDifference
 
 USAGE = """usage: mrl certify [KEY=VALUE ...] [experiment=NAME] [--cfg job]
@@ -37,7 +37,7 @@ run.dir/parity.json lists all differences. docs/tutorials/model.md describes par
 
 `mrl certify engine` starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random
 prompts. Both sides then run a forward pass over prompts and responses, and record the activations of each layer. The command
-names the first difference (layer, and place in the layer) and its cause, such as a missing bias, another RoPE base, the order of
+names the first difference (layer, and point in the layer) and its cause, such as a missing bias, another RoPE base, the order of
 the experts, or stale weights. The exit status is 1 if a difference exceeds its tolerance, and 2 if settings are wrong or a
 process cannot start.
 
@@ -109,7 +109,7 @@ def engine_job(config: Config, json_path: str | None) -> None:
     report = build.certify_engine(plan, layout)
     path = Path(json_path or Path(config.run.dir) / "engine.json")
     path.write_text(json.dumps(engine_report_as_json(report), indent=1) + "\n")
-    print_places(report, f"engine compared with trainer, {config.certify.dtype}")
+    print_points(report, f"engine compared with trainer, {config.certify.dtype}")
     sys.stdout.write(f"{conclusion(report)}\nall differences: {path}\n")
     if report.first is not None:
         raise SystemExit(1)
@@ -121,7 +121,7 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
         equal=report.first is None,
         tokens=report.num_tokens,
         prompts=report.num_prompts,
-        undecided_tokens=report.tokens_with_tied_experts,
+        tied_tokens=report.tokens_with_tied_experts,
         first=asdict(report.first) if report.first else None,
         cause=asdict(report.cause) if report.cause else None,
         differences=[asdict(d) | {"within": d.within} for d in report.differences],
@@ -143,25 +143,25 @@ def conclusion(report: EngineReport) -> str:
     return f"NOT EQUAL: the first difference is in {first.name}.{left_out}\n{cause.part}: {cause.text}.\nTo do: {cause.advice}."
 
 
-def print_places(report: EngineReport, title: str) -> None:
-    """Print one row for each place of the model, such as the attention of a layer (see mrl.diagnostics.engine_check).
+def print_points(report: EngineReport, title: str) -> None:
+    """Print one row for each trace point, such as the attention of a layer (see mrl.diagnostics.engine_check).
 
-    The row shows the first layer that differs at this place. If no layer differs, it shows the layer with the largest relative
-    difference.
+    The row shows the first layer that differs at this trace point. If no layer differs, it shows the layer with the largest
+    relative difference.
     """
     from rich.console import Console  # imported here, because `mrl --help` does not need rich
     from rich.table import Table
 
-    table = Table("place", "layer", "max abs diff", "relative", "tolerance", "", title=title)
-    places: dict[str, list[PlaceDifference]] = {}
+    table = Table("trace point", "layer", "max abs diff", "relative", "tolerance", "", title=title)
+    points: dict[str, list[PointDifference]] = {}
     for each in report.differences:
-        places.setdefault(each.place, []).append(each)
-    for place, members in places.items():
+        points.setdefault(each.point, []).append(each)
+    for point, members in points.items():
         shown = next((d for d in members if not d.within), max(members, key=lambda d: d.relative))
         mark = "equal" if shown.within else "[bold red]FIRST DIFFERENCE" if shown is report.first else "[red]differs"
         layer = "" if shown.layer is None else str(shown.layer)
         row = (f"{shown.absolute:.1e}", f"{shown.relative:.1e}", f"{shown.tolerance:.0e}")
-        table.add_row(place.replace("_", " "), layer, *row, mark)
+        table.add_row(point.replace("_", " "), layer, *row, mark)
     Console(width=None if sys.stdout.isatty() else _ROW_WIDTH).print(table)
 
 

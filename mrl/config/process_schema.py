@@ -284,8 +284,8 @@ class RoleConfig:
     """A frozen model beside the actor: an entry of the key `roles`.
 
     With `num_engines` 0, Megatron computes log-probabilities of the sampled tokens under the model. Otherwise SGLang serves the
-    model to rewards or to distillation. The role `teacher`, and each role with `teaches`, is a teacher, from which distillation
-    learns.
+    model to rewards or to distillation. The role `teacher`, and each role with `teacher_for`, is a teacher, from which
+    distillation learns.
     """
 
     path: str | None = key(
@@ -297,7 +297,7 @@ class RoleConfig:
         "",
         "Column of log-probabilities that the model computes. Default: teacher_logprobs for a teacher, otherwise NAME_logprobs.",
     )
-    teaches: list[str] = key(
+    teacher_for: list[str] = key(
         list,
         "Data sources for which the model is the teacher: on their prompts, distillation learns from this model. The role "
         "`teacher` without this key teaches all prompts that no other teacher teaches.",

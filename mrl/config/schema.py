@@ -450,7 +450,7 @@ class Config:
         "Frozen models beside the actor, by name, such as roles.teacher.path=FOLDER. If num_engines is 0, Megatron computes the "
         "log-probabilities of the sampled tokens under the model; further keys: column, parallel, max_tokens_per_micro_batch. "
         "If num_engines is above 0, SGLang serves the model to rewards or to distillation; further keys: engine_tp, sglang "
-        "(docs/concepts/placement.md). `teaches` is the list of data sources for which the model is the teacher "
+        "(docs/concepts/placement.md). `teacher_for` is the list of data sources for which the model is the teacher "
         "(docs/how_to/distillation.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)

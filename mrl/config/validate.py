@@ -319,13 +319,13 @@ def roles_of(config: Config) -> dict[str, RoleConfig]:
 
 def teachers_of(config: Config) -> dict[str, RoleConfig]:
     """Return name -> role for the teachers of distillation. Raises ValueError if two roles teach the same data source."""
-    teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teaches}
+    teachers = {name: role for name, role in roles_of(config).items() if name == TEACHER or role.teacher_for}
     by_source: dict[str, str] = {}
     for name, role in teachers.items():
-        for source in role.teaches:
+        for source in role.teacher_for:
             if other := by_source.get(source):
                 raise ValueError(
-                    f"roles.{name}.teaches={role.teaches}: roles.{other} teaches the data source {source!r} too; a data "
+                    f"roles.{name}.teacher_for={role.teacher_for}: roles.{other} teaches the data source {source!r} too; a data "
                     "source has one teacher."
                 )
             by_source[source] = name
@@ -388,7 +388,7 @@ def _role(name: str, node: Any) -> RoleConfig:
         return role
     if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
         raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
-    prefix = "ref" if name == REFERENCE else TEACHER if role.teaches else name
+    prefix = "ref" if name == REFERENCE else TEACHER if role.teacher_for else name
     # `column` is the name of the batch's column with the log-probabilities that this model computes
     return replace(role, column=role.column or f"{prefix}_logprobs")
 

@@ -86,18 +86,18 @@ def check_taught_sources(config: Config, algorithm: AlgorithmParts, sources: Ite
     if not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
         return
     teachers, found = teachers_of(config), set(sources)
-    taught = {source for role in teachers.values() for source in role.teaches}
+    taught = {source for role in teachers.values() for source in role.teacher_for}
     for name, role in teachers.items():
-        if unknown := sorted(set(role.teaches) - found):
+        if unknown := sorted(set(role.teacher_for) - found):
             raise ValueError(
-                f"roles.{name}.teaches={role.teaches}: no training prompt has the data source {unknown[0]!r}; the prompts have "
-                f"{', '.join(map(repr, sorted(found)))}."
+                f"roles.{name}.teacher_for={role.teacher_for}: no training prompt has the data source {unknown[0]!r}; the "
+                f"prompts have {', '.join(map(repr, sorted(found)))}."
             )
-    has_default = any(not role.teaches for role in teachers.values())
+    has_default = any(not role.teacher_for for role in teachers.values())
     if teachers and not has_default and (missing := sorted(found - taught)):
         raise ValueError(
-            f"roles: no teacher teaches the data source {missing[0]!r} of the training prompts; add it to `teaches` of a role, "
-            "or add roles.teacher, which teaches all other prompts."
+            f"roles: no teacher teaches the data source {missing[0]!r} of the training prompts; add it to `teacher_for` of a "
+            "role, or add roles.teacher, which teaches all other prompts."
         )
 
 
@@ -110,9 +110,9 @@ def taught_responses(
     returns the data source of a row of the training prompts, and "offline" for a row of data.offline.path.
     """
     teachers = teachers_of(config)
-    # own: data sources that the role names in `teaches`. others: data sources that only other teachers name.
-    own = set(teachers[name].teaches) if name in teachers else set()
-    others = {source for role in teachers.values() for source in role.teaches} - own if name in teachers else set()
+    # own: data sources that the role names in `teacher_for`. others: data sources that only other teachers name.
+    own = set(teachers[name].teacher_for) if name in teachers else set()
+    others = {source for role in teachers.values() for source in role.teacher_for} - own if name in teachers else set()
 
     def rows(rollouts: Rollouts) -> NDArray[np.bool_]:
         sources = [data_source(row) for row in rollouts.rows.tolist()]

@@ -417,7 +417,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
 def _check_key_norms(family: Family, arch: Architecture, topology: EngineParallelSizes) -> None:
     """Raise ValueError if SGLang normalizes the keys of all heads together, and several engine ranks would hold the same head."""
     heads = arch.transformer["num_query_groups"]
-    has_norm = any(row.whole_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
+    has_norm = any(row.replicated_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
     if has_norm and topology.tp // topology.dp > heads:
         raise ValueError(
             f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "

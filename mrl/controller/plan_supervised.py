@@ -37,7 +37,7 @@ class SupervisedObjective:
         rows, head = getattr(loss, "rows", "responses"), getattr(loss, "head", "vocabulary")
         if rows not in ROW_FORMS:
             raise ValueError(f"{key}: {type(loss).__name__}.rows={rows!r}; expected one of {', '.join(ROW_FORMS)}.")
-        if head == "vocabulary" and not all(hasattr(loss, name) for name in ("uses_entropy", "zero_without_advantage")):
+        if head == "vocabulary" and not all(hasattr(loss, name) for name in ("uses_entropy", "zero_at_zero_advantage")):
             raise ValueError(
                 f"{key}: {type(loss).__name__} is not a loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
                 "mrl.algorithms.preference."
@@ -47,10 +47,10 @@ class SupervisedObjective:
                 f"{key}: {type(loss).__name__} needs {', '.join(sorted(missing))}, but supervised training computes only "
                 "ref_logprobs; choose another loss."
             )
-        if head == "vocabulary" and loss.zero_without_advantage:
+        if head == "vocabulary" and loss.zero_at_zero_advantage:
             raise ValueError(
                 f"{key}: {type(loss).__name__} is 0 without advantages, which supervised training does not have; choose another "
-                "loss, or set zero_without_advantage to False in the class if this is wrong."
+                "loss, or set zero_at_zero_advantage to False in the class if this is wrong."
             )
         mismatched = hasattr(loss, "with_reference_point")  # KTO needs prompts with responses to other prompts
         return cls(loss, RowForm(rows, for_reward_model=head == "score", mismatched=mismatched), head)

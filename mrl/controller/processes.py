@@ -195,7 +195,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         scoring=config.scoring,
         responses_per_prompt=rollout.responses_per_prompt,
         sampling=plan.sampling,
-        most_responses=largest_size(plan.rules.group_sizes, rollout.responses_per_prompt),
+        max_group_size=largest_size(plan.rules.group_sizes, rollout.responses_per_prompt),
         offline=plan.offline,
         num_engines=0 if rollout.replay else rollout.num_engines,
         engine_urls=() if rollout.replay else tuple(rollout.engine_urls),

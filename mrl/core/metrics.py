@@ -114,13 +114,13 @@ METRICS: dict[str, Metric] = {
     "rollout/weight_version": Metric(
         "", "oldest weight version that sampled a token", ".0f", good="rises by 1 in each step", reduction="last"
     ),
-    "rollout/age_mean_versions": Metric(
+    "rollout/staleness_mean": Metric(
         "",
         "mean staleness of the responses: number of weight versions from the first sampled token to training",
         ".2f",
         good="0 for synchronous rollouts; at most rollout.max_staleness",
     ),
-    "rollout/age_max_versions": Metric(
+    "rollout/staleness_max": Metric(
         "", "largest staleness of a response", ".0f", good="at most rollout.max_staleness", reduction="max"
     ),
     "rollout/truncated_fraction": Metric(
@@ -157,13 +157,13 @@ METRICS: dict[str, Metric] = {
         good="near 0; dropped groups cost time",
         reduction="sum",
     ),
-    "rollout/length_selected_ratio": Metric(
+    "rollout/trained_length_ratio": Metric(
         "",
         "mean length of the groups on which the last four steps trained, divided by the mean length of the same number of groups "
         "with consecutive serial numbers; below 1, short responses are preferred",
         good="near 1",
     ),
-    "rollout/token_age_mean_versions": Metric(
+    "rollout/token_staleness_mean": Metric(
         "", "mean staleness of the sampled tokens", ".2f", good="at most rollout.max_staleness"
     ),
     "rollout/mixed_versions_fraction": Metric(

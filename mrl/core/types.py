@@ -298,9 +298,9 @@ class Rollouts:
             "rollout/response_length_mean_tokens": float(self.response_lengths[sampled].mean()),
             "rollout/truncated_fraction": float(self.truncated[sampled].mean()),
             "rollout/weight_version": float(self.weight_versions[sampled].min()),
-            "rollout/age_mean_versions": float(ages.mean()),
-            "rollout/age_max_versions": float(ages.max()),
-            "rollout/token_age_mean_versions": token_age,
+            "rollout/staleness_mean": float(ages.mean()),
+            "rollout/staleness_max": float(ages.max()),
+            "rollout/token_staleness_mean": token_age,
             "rollout/mixed_versions_fraction": float((np.bincount(self.version_spans[:, 0]) > 1).mean())
             if len(tokens)
             else 0.0,

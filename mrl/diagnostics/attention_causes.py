@@ -66,17 +66,17 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
 def rope_cause(difference: Difference) -> Cause | None:
     """Find out whether the sides have different layouts, amplitudes, bases, scalings or first positions of RoPE.
 
-    `difference.place`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
+    `difference.point`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
     a side has not recorded the tensor before RoPE, or if no difference is found.
     """
-    name = difference.place.removeprefix("rotated_")
+    name = difference.point.removeprefix("rotated_")
     if not (difference.has(f"normed_{name}") or difference.has(name)):
         return None
     # components of a head: all, and those that RoPE rotates
     d, dim = difference.facts.head_dim, difference.facts.rope_dim
     found = []
     for side in difference.sides:
-        before, after = difference.of(side, f"normed_{name}", name), difference.of(side, difference.place)
+        before, after = difference.of(side, f"normed_{name}", name), difference.of(side, difference.point)
         width = dim if difference.facts.latent else d
         source, target = (each.reshape(len(each), -1, width)[..., :dim] for each in (before, after))
         found.append(fit_rotation(source, target, difference.positions, difference.fit_tolerance))

@@ -1,6 +1,6 @@
-"""Finds the cause of a difference between an engine and the trainer from the tensors at the first place that differs.
+"""Finds the cause of a difference between an engine and the trainer from the tensors at the first trace point that differs.
 
-All inputs of this place agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
+All inputs of this trace point agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
 operation. Some functions recompute the operation with NumPy under each hypothesis, and check which hypothesis reproduces the
 tensors of each side. The other functions compare the tensors of the two sides directly. The module needs no engine and no
 model. In shapes, S is the number of tokens.
@@ -17,8 +17,8 @@ from mrl.diagnostics.engine_difference import (
     TINY,
     Cause,
     Difference,
-    Places,
     Side,
+    Weights,
     in_layer,
     is_close,
     ratio,
@@ -31,22 +31,22 @@ Check = Callable[[Difference], Cause | None]
 def find_cause(difference: Difference) -> Cause:
     """Return the first cause that explains the difference.
 
-    Weights are compared before the operation of the place is checked, because weights explain most differences.
+    Weights are compared before the operation of the trace point is checked, because weights explain most differences.
     """
-    checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(difference.place, ()), _factor, _offset]
+    checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(difference.point, ()), _factor, _offset]
     for check in checks:
         if cause := check(difference):
             return cause
     return Cause(
-        difference.place.replace("_", " "),
-        "the inputs and the weights of this place agree, but the results differ in a way that no check explains",
+        difference.point.replace("_", " "),
+        "the inputs and the weights of this trace point agree, but the results differ in a way that no check explains",
         "compare the code of the two modules; the tensors of both sides are in the folder of the report",
     )
 
 
 def _weights(difference: Difference) -> Cause | None:
     return weight_cause(
-        difference.place,
+        difference.point,
         difference.layer,
         difference.engine.weights,
         difference.trainer.weights,
@@ -68,7 +68,7 @@ def _factor(difference: Difference) -> Cause | None:
     factor = ratio(engine, trainer, difference.fit_tolerance)
     if factor is None:
         return None
-    name = difference.place.replace("_", " ")
+    name = difference.point.replace("_", " ")
     return Cause(
         f"scale of the {name}", f"the engine's {name} is the trainer's times {factor:.6g}", "look for a factor"
     )
@@ -97,19 +97,19 @@ def _norm(difference: Difference) -> Cause | None:
     The norm is w * x / sqrt(mean(x^2) + epsilon).
     """
     inputs = {"attention_norm": ["input"], "mlp_norm": ["mlp_input"], "final_norm": ["final_norm_input"]}
-    sources = inputs.get(difference.place, [difference.place.removeprefix("normed_")])
+    sources = inputs.get(difference.point, [difference.point.removeprefix("normed_")])
     if not difference.has(sources[0]):
         return None
     found = []
     for side in difference.sides:
-        x, out = difference.of(side, sources[0]), difference.of(side, difference.place)
-        if difference.place.startswith("normed_"):
+        x, out = difference.of(side, sources[0]), difference.of(side, difference.point)
+        if difference.point.startswith("normed_"):
             x, out = (each.reshape(-1, difference.facts.head_dim) for each in (x, out))
         found.append(_norm_of(x, out, _norm_weight(difference, side, out.shape[-1]), difference.fit_tolerance))
     if found[0] == found[1]:
         return None
     (engine, engine_eps), (trainer, trainer_eps) = found
-    name = {"normed_query": "q norm", "normed_key": "k norm"}.get(difference.place, difference.place.replace("_", " "))
+    name = {"normed_query": "q norm", "normed_key": "k norm"}.get(difference.point, difference.point.replace("_", " "))
     if engine != trainer:
         return Cause(name, f"the engine {engine}; the trainer {trainer}", "compare the norm modules of both sides")
     if math.isclose(engine_eps, trainer_eps, rel_tol=0.05, abs_tol=1e-9):
@@ -127,7 +127,7 @@ def _norm_weight(difference: Difference, side: Side, size: int) -> NDArray | Non
         final_norm="model.norm",
         normed_query="q_norm",
     )
-    name = names.get(difference.place, "k_norm")
+    name = names.get(difference.point, "k_norm")
     found = [w for key, w in side.weights.items() if f"{name}.weight" in key and in_layer(key, difference.layer)]
     return found[0].astype(np.float64) if found and found[0].shape == (size,) else None
 
@@ -217,7 +217,7 @@ def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
 def _routing(difference: Difference) -> Cause | None:
     """Find out whether the sides choose different numbers of experts or different experts, or give them different weights.
 
-    The tensors at this place are the weights of the experts [S, experts]. The weight of an expert that is not chosen is 0.
+    The tensors at this trace point are the weights of the experts [S, experts]. The weight of an expert that is not chosen is 0.
     """
     engine, trainer = difference.values
     counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
@@ -289,13 +289,13 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
 
 def _experts(difference: Difference) -> Cause | None:
     """Find out whether the experts have different activations on the two sides, or one side omits the shared experts."""
-    if difference.place == "routed_experts" and (cause := _expert_activation(difference)):
+    if difference.point == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):
-        if difference.key("shared_experts") not in side.places:
+        if difference.key("shared_experts") not in side.trace:
             continue
         shared = difference.of(side, "shared_experts")
-        delta = difference.of(side, difference.place) - difference.of(other, difference.place)
+        delta = difference.of(side, difference.point) - difference.of(other, difference.point)
         for missing, value in ((other, delta), (side, -delta)):
             if is_close(value, shared, difference.fit_tolerance):
                 text = f"the {missing.name} does not add the shared experts"
@@ -321,7 +321,7 @@ def _expert_activation(difference: Difference) -> Cause | None:
     return _compare_names("activation of the experts", names)
 
 
-def _expert_matrices(weights: Places, layer: int | None, expert: int) -> list[NDArray] | None:
+def _expert_matrices(weights: Weights, layer: int | None, expert: int) -> list[NDArray] | None:
     """Return the gate, up and down projections of an expert, or None if one of them is unknown."""
     spellings = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
     for names in spellings:
@@ -340,12 +340,12 @@ def _residual(difference: Difference) -> Cause | None:
     """Find the side whose residual stream is not the previous stream plus the output of the preceding attention or MLP."""
     assert difference.layer is not None, "a residual stream belongs to a layer"
     for side in difference.sides:
-        prefix = f"layers.{difference.layer - 1}." if difference.place == "input" else f"layers.{difference.layer}."
-        names = ("mlp_input", "mlp_output") if difference.place == "input" else ("input", "attention_output")
-        if not all(f"{prefix}{name}" in side.places for name in names):
+        prefix = f"layers.{difference.layer - 1}." if difference.point == "input" else f"layers.{difference.layer}."
+        names = ("mlp_input", "mlp_output") if difference.point == "input" else ("input", "attention_output")
+        if not all(f"{prefix}{name}" in side.trace for name in names):
             continue
-        before, block = (side.places[f"{prefix}{name}"].astype(np.float64) for name in names)
-        after = difference.of(side, difference.place)
+        before, block = (side.trace[f"{prefix}{name}"].astype(np.float64) for name in names)
+        after = difference.of(side, difference.point)
         if not is_close(after, before + block, difference.fit_tolerance):
             text = f"in the {side.name}, the residual stream is not the sum of its input and the output of the block"
             return Cause(

@@ -1,9 +1,9 @@
-"""Compares an SGLang engine with the trainer's model on the same weights. Finds the first place that differs, and the cause.
+"""Compares an SGLang engine with the trainer on the same weights, and finds the first trace point that differs, and the cause.
 
 mrl.core.types explains the letters of the array dimensions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from models.architecture import Architecture
 from mrl.config.schema import CertifyConfig
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.engine_causes import find_cause
-from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side
+from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side, Trace
 from mrl.diagnostics.layout_comparison import random_groups
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
@@ -31,14 +31,12 @@ from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
-Places = Mapping[str, NDArray]  # full name of a place, such as layers.3.rotated_query -> tensor
-
-LAYER_PLACES = (
+LAYER_POINTS = (
     *("input", "attention_norm", "query_latent", "key_latent", "query", "key", "value", "normed_query", "normed_key"),
     *("rotated_query", "rotated_key", "attention", "attention_output", "mlp_input", "mlp_norm", "gate", "up"),
     *("activation", "router_logits", "routing", "routed_experts", "shared_experts", "mlp_output"),
 )
-"""Places of a layer in the order of computation. `input`, `mlp_input`: the residual stream; `attention`: the input of o_proj."""
+"""Trace points of a layer in the order of computation. `input`, `mlp_input`: residual stream; `attention`: input of o_proj."""
 LOGPROBS = "logprobs"
 
 
@@ -48,7 +46,7 @@ class EngineTolerances:
 
     # Distance of two activations of a token, relative to the norm of the trainer's activation or, if larger, to the mean norm
     # over all tokens.
-    places: float
+    points: float
     logprobs: float  # absolute, in nats
 
 
@@ -57,13 +55,13 @@ TOLERANCES = {"float32": EngineTolerances(3e-5, 1e-4), "bfloat16": EngineToleran
 
 
 @dataclass(frozen=True)
-class PlaceDifference:
-    """Difference of engine and trainer at one place of the model."""
+class PointDifference:
+    """Difference of engine and trainer at one trace point of the model."""
 
-    place: str
-    layer: int | None  # None: the place is outside the layers
+    point: str
+    layer: int | None  # None: the trace point is outside the layers
     absolute: float  # largest absolute difference of two elements
-    relative: float  # see EngineTolerances.places; for log-probabilities, the same as `absolute`
+    relative: float  # see EngineTolerances.points; for log-probabilities, the same as `absolute`
     token: int  # index in the block of the token with the largest difference
     tolerance: float
 
@@ -74,8 +72,8 @@ class PlaceDifference:
 
     @property
     def name(self) -> str:
-        """The place in words, such as `layer 3, rotated query`."""
-        words = self.place.replace("_", " ")
+        """The trace point in words, such as `layer 3, rotated query`."""
+        words = self.point.replace("_", " ")
         return words if self.layer is None else f"layer {self.layer}, {words}"
 
 
@@ -83,7 +81,7 @@ class PlaceDifference:
 class EngineReport:
     """Result of one comparison."""
 
-    differences: list[PlaceDifference]  # in the order of computation; the last entry compares the log-probabilities
+    differences: list[PointDifference]  # in the order of computation; the last entry compares the log-probabilities
     cause: Cause | None  # None: the sides agree
     num_tokens: int
     num_prompts: int
@@ -92,44 +90,44 @@ class EngineReport:
     tokens_with_tied_experts: int
 
     @property
-    def first(self) -> PlaceDifference | None:
-        """The first place that differs, or None."""
+    def first(self) -> PointDifference | None:
+        """The first trace point that differs, or None."""
         return next((each for each in self.differences if not each.within), None)
 
 
-def place_name(place: str, layer: int | None) -> str:
-    """Return the full name of a place, which is its key in a trace."""
-    return place if layer is None else f"layers.{layer}.{place}"
+def point_name(point: str, layer: int | None) -> str:
+    """Return the full name of a trace point, which is its key in a trace."""
+    return point if layer is None else f"layers.{layer}.{point}"
 
 
-def ordered_places(num_layers: int) -> list[tuple[str, int | None]]:
-    """Return all pairs (place, layer) of a model in the order of computation."""
-    inner = [(place, layer) for layer in range(num_layers) for place in LAYER_PLACES]
+def ordered_points(num_layers: int) -> list[tuple[str, int | None]]:
+    """Return all pairs (point, layer) of a model in the order of computation."""
+    inner = [(point, layer) for layer in range(num_layers) for point in LAYER_POINTS]
     return [("embedding", None), *inner, ("final_norm_input", None), ("final_norm", None), ("last_logits", None)]
 
 
-def compare_places(
-    engine: Places, trainer: Places, block: TokenBlock, num_layers: int, tolerance: float
-) -> tuple[list[PlaceDifference], NDArray[np.bool_]]:
-    """Compare all places that both sides have. The trainer must have computed its experts with the engine's routing weights.
+def compare_points(
+    engine: Trace, trainer: Trace, block: TokenBlock, num_layers: int, tolerance: float
+) -> tuple[list[PointDifference], NDArray[np.bool_]]:
+    """Compare all trace points that both sides have. The trainer must have used the engine's routing weights for its experts.
 
-    At the place `routing`, a token is not compared if round-off decides its experts.
+    At the trace point `routing`, a token is not compared if round-off decides its experts.
 
     Returns the differences, and a mask [S] of the tokens that were not compared and of all later tokens of their rows. For the
     tokens of the mask, the engine may have chosen other experts while it sampled.
     """
     tied = np.zeros(len(block.tokens), bool)
     differences = []
-    for place, layer in ordered_places(num_layers):
-        name = place_name(place, layer)
+    for point, layer in ordered_points(num_layers):
+        name = point_name(point, layer)
         if name not in engine or name not in trainer:
             continue
         first, second = engine[name], trainer[name]
         compared = np.ones(len(first), bool)
-        if place == "routing" and first.shape == second.shape:
-            compared = ~_tied(first, second, trainer.get(place_name("router_logits", layer)), tolerance)
+        if point == "routing" and first.shape == second.shape:
+            compared = ~_tied(first, second, trainer.get(point_name("router_logits", layer)), tolerance)
             tied |= ~compared
-        differences.append(_place_difference(place, layer, first, second, compared, tolerance))
+        differences.append(_point_difference(point, layer, first, second, compared, tolerance))
     rows = np.split(tied, block.cu_seqlens[1:-1])
     return differences, np.concatenate([np.logical_or.accumulate(row) for row in rows])
 
@@ -148,11 +146,11 @@ def _tied(engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: 
     return (mine != theirs).any(1) & (np.abs(only_theirs - only_mine) <= limit)
 
 
-def _place_difference(
-    place: str, layer: int | None, engine: NDArray, trainer: NDArray, compared: NDArray[np.bool_], tolerance: float
-) -> PlaceDifference:
+def _point_difference(
+    point: str, layer: int | None, engine: NDArray, trainer: NDArray, compared: NDArray[np.bool_], tolerance: float
+) -> PointDifference:
     if engine.shape != trainer.shape:
-        return PlaceDifference(place, layer, np.inf, np.inf, 0, tolerance)
+        return PointDifference(point, layer, np.inf, np.inf, 0, tolerance)
     delta = engine.astype(np.float64) - trainer
     norms = np.linalg.norm(trainer.astype(np.float64), axis=1)
     scale = np.maximum(norms, norms[np.isfinite(norms)].mean() if np.isfinite(norms).any() else 1.0)
@@ -160,17 +158,17 @@ def _place_difference(
     relative = np.where(np.isfinite(relative), relative, np.inf) * compared
     relative = np.where(np.isnan(relative), 0.0, relative)  # infinity times 0: the token is not compared
     token = int(relative.argmax())
-    return PlaceDifference(
-        place, layer, float(np.abs(delta[compared]).max(initial=0)), float(relative[token]), token, tolerance
+    return PointDifference(
+        point, layer, float(np.abs(delta[compared]).max(initial=0)), float(relative[token]), token, tolerance
     )
 
 
-def weights_near(place: str, layer: int | None) -> list[str]:
-    """Return prefixes of the names of the weights that can cause a difference at a place."""
+def weights_near(point: str, layer: int | None) -> list[str]:
+    """Return prefixes of the names of the weights that can cause a difference at a trace point."""
     if layer is not None:
         return [f"model.layers.{layer}."]
     return {"embedding": [EMBEDDING], "last_logits": [OUTPUT, EMBEDDING], LOGPROBS: [OUTPUT, EMBEDDING]}.get(
-        place, ["model.norm."]
+        point, ["model.norm."]
     )
 
 
@@ -183,11 +181,11 @@ def model_facts(arch: Architecture) -> ModelFacts:
 
 
 def diagnose(
-    first: PlaceDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, undecided: int = 0
+    first: PointDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, tied: int = 0
 ) -> Cause:
-    """Return the cause of the first difference. `undecided`: EngineReport.tokens_with_tied_experts."""
-    if first.place == LOGPROBS:
-        more = " and raise certify.prompts, because round-off decides the experts of many tokens" if undecided else ""
+    """Return the cause of the first difference. `tied`: EngineReport.tokens_with_tied_experts."""
+    if first.point == LOGPROBS:
+        more = " and raise certify.prompts, because round-off decides the experts of many tokens" if tied else ""
         return Cause(
             "sampling",
             "the forward pass over prompt and response agrees, but the log-probabilities that the engine reported while it "
@@ -195,7 +193,7 @@ def diagnose(
             f"compare rollout.temperature, sglang.kv_cache_dtype and sglang.attention_backend{more}",
         )
     tolerance = first.tolerance
-    return find_cause(Difference(engine, trainer, first.place, first.layer, block.positions, facts, tolerance))
+    return find_cause(Difference(engine, trainer, first.point, first.layer, block.positions, facts, tolerance))
 
 
 @dataclass(frozen=True)
@@ -221,15 +219,15 @@ class EngineCheck:
             batch = partition_step(
                 TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False)
             ).rank_batches
-            routing = {place: weights for place, weights in engine.items() if place.endswith(".routing")}
-            path = f"{self.folder}/trainer_places.safetensors"
+            routing = {point: weights for point, weights in engine.items() if point.endswith(".routing")}
+            path = f"{self.folder}/trainer_trace.safetensors"
             file, outputs = group.call_rank_0(TrainWorker.trace_forward, block, batch, self.temperature, routing, path)
             trainer = dict(file)
             tolerances = TOLERANCES[self.settings.dtype]
-            differences, undecided = compare_places(engine, trainer, block, self.arch.num_layers, tolerances.places)
+            differences, tied = compare_points(engine, trainer, block, self.arch.num_layers, tolerances.points)
             logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
-            differences.append(compare_logprobs(block, logprobs, undecided, tolerances.logprobs))
-            report = EngineReport(differences, None, len(block.tokens), len(block.prompt_lengths), int(undecided.sum()))
+            differences.append(compare_logprobs(block, logprobs, tied, tolerances.logprobs))
+            report = EngineReport(differences, None, len(block.tokens), len(block.prompt_lengths), int(tied.sum()))
             if report.first is None:
                 return report
             sides = self._sides(client, group, block, (engine, trainer), report.first)
@@ -255,7 +253,7 @@ class EngineCheck:
             start, end = block.cu_seqlens[row], block.cu_seqlens[row + 1]
             ranks = self._record_pass(client, f"row_{row}", block.tokens[start:end].tolist())
             traces.append(engine_trace(ranks, self.arch))
-        return {place: np.concatenate([trace[place] for trace in traces]) for place in traces[0]}
+        return {point: np.concatenate([trace[point] for trace in traces]) for point in traces[0]}
 
     def _record_pass(
         self, client: EngineClient, name: str, tokens: list[int], weights: Sequence[str] = ()
@@ -276,26 +274,24 @@ class EngineCheck:
         client: EngineClient,
         group: WorkerGroup,
         block: TokenBlock,
-        places: tuple[Places, Places],
-        first: PlaceDifference,
+        traces: tuple[Trace, Trace],
+        first: PointDifference,
     ) -> tuple[Side, Side]:
         """Return both sides with the weights that can cause the difference."""
-        prefixes = weights_near(first.place, first.layer)
+        prefixes = weights_near(first.point, first.layer)
         ranks = self._record_pass(client, "weights", block.prompt(0).tolist(), prefixes)
         weights = group.call_rank_0(
             TrainWorker.store_weights, prefixes, LAYER_IDENTITY, f"{self.folder}/trainer_weights.safetensors"
         )
         mine = engine_weights(ranks, self.layout)
-        return Side("engine", places[0], mine), Side("trainer", places[1], dict(weights))
+        return Side("engine", traces[0], mine), Side("trainer", traces[1], dict(weights))
 
 
-def compare_logprobs(
-    block: TokenBlock, trainer: NDArray, undecided: NDArray[np.bool_], tolerance: float
-) -> PlaceDifference:
+def compare_logprobs(block: TokenBlock, trainer: NDArray, tied: NDArray[np.bool_], tolerance: float) -> PointDifference:
     """Compare the engine's log-probabilities of the sampled tokens with the trainer's log-probabilities [R]."""
     delta = np.abs(block.rollout_logprobs.astype(np.float64) - trainer)
-    delta = np.where(undecided[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
+    delta = np.where(tied[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
     index = int(delta.argmax())
-    return PlaceDifference(
+    return PointDifference(
         LOGPROBS, None, float(delta[index]), float(delta[index]), int(block.sampled_index[index]), tolerance
     )

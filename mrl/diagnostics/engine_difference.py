@@ -1,7 +1,7 @@
-"""Describes the first place at which an engine and the trainer differ, and finds swapped, reordered or stale weights there.
+"""Describes the first trace point at which an engine and the trainer differ, and finds swapped, reordered or stale weights there.
 
-A place is a point of the forward pass at which a tensor is recorded (mrl.workers.forward_trace). In shapes, S is the number of
-tokens, and n is the number of channels of a place.
+A trace point is a point of the forward pass at which a tensor is recorded (mrl.workers.forward_trace). In shapes, S is the number
+of tokens, and n is the number of channels of a trace point.
 
 This module needs no engine and no model.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Places = Mapping[str, NDArray]  # full name of a place, such as layers.3.rotated_query -> tensor [S, n]
+Trace = Mapping[str, NDArray]  # full name of a trace point, such as layers.3.rotated_query -> tensor [S, n]
 Weights = Mapping[str, NDArray]  # Hugging Face name -> tensor
 TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division is by 0
 
@@ -45,11 +45,11 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "final_norm": ("model.norm.",),
     "last_logits": ("lm_head.",),
 }
-"""Place -> parts of the names of the tensors that may cause a difference at this place, in the order of their comparison."""
+"""Trace point -> parts of the names of the tensors that may cause a difference there, in the order of their comparison."""
 
 
-# A check recomputes a place with an assumed cause, such as another RoPE base. If the relative error is at most this, the cause
-# explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
+# A check recomputes the tensor of a trace point with an assumed cause, such as another RoPE base. If the relative error is at
+# most this, the cause explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
 _FIT_TOLERANCE = 1e-3
 
 
@@ -67,8 +67,8 @@ class Side:
     """Results and weights of the engine or of the trainer."""
 
     name: str  # "engine" or "trainer"
-    places: Places
-    weights: Places  # Hugging Face name -> tensor; at least the weights of the layer that differs
+    trace: Trace
+    weights: Weights  # Hugging Face name -> tensor; at least the weights of the layer that differs
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place at which both sides differ, with everything that is known about both sides."""
+    """The first trace point at which both sides differ, with everything that is known about both sides."""
 
     engine: Side
     trainer: Side
-    place: str  # without the layer, such as "rotated_query"
+    point: str  # without the layer, such as "rotated_query"
     layer: int | None
     positions: NDArray[np.int64]  # [S] position of each token in its row
     facts: ModelFacts
@@ -100,22 +100,22 @@ class Difference:
     def sides(self) -> tuple[Side, Side]:
         return self.engine, self.trainer
 
-    def key(self, place: str) -> str:
-        """Return the full name of a place of the same layer."""
-        return place if self.layer is None else f"layers.{self.layer}.{place}"
+    def key(self, point: str) -> str:
+        """Return the full name of a trace point of the same layer."""
+        return point if self.layer is None else f"layers.{self.layer}.{point}"
 
-    def of(self, side: Side, *places: str) -> NDArray:
-        """Return the tensor of `side`, in float64, at the first of `places` that the side has. All `places` are in this layer."""
-        return next(side.places[self.key(p)] for p in places if self.key(p) in side.places).astype(np.float64)
+    def of(self, side: Side, *points: str) -> NDArray:
+        """Return the tensor of `side`, in float64, at the first of `points` that the side has. All `points` are in this layer."""
+        return next(side.trace[self.key(p)] for p in points if self.key(p) in side.trace).astype(np.float64)
 
-    def has(self, *places: str) -> bool:
-        """Whether both sides have all these places of the same layer."""
-        return all(self.key(place) in side.places for place in places for side in self.sides)
+    def has(self, *points: str) -> bool:
+        """Whether both sides have all these trace points of the same layer."""
+        return all(self.key(point) in side.trace for point in points for side in self.sides)
 
     @property
     def values(self) -> tuple[NDArray, NDArray]:
-        """The tensors of the engine and of the trainer at this place, in float64."""
-        return self.of(self.engine, self.place), self.of(self.trainer, self.place)
+        """The tensors of the engine and of the trainer at this trace point, in float64."""
+        return self.of(self.engine, self.point), self.of(self.trainer, self.point)
 
     @property
     def fit_tolerance(self) -> float:
@@ -147,12 +147,12 @@ def is_equal(first: NDArray, second: NDArray) -> bool:
     return first.shape == second.shape and bool(np.array_equal(first, second))
 
 
-def weight_cause(place: str, layer: int | None, engine: Weights, trainer: Weights, head_dim: int) -> Cause | None:
-    """Return why the weights of a place differ, or None if they are equal or unknown."""
+def weight_cause(point: str, layer: int | None, engine: Weights, trainer: Weights, head_dim: int) -> Cause | None:
+    """Return why the weights of a trace point differ, or None if they are equal or unknown."""
     prefix = "" if layer is None else f"model.layers.{layer}."
     names = [
         name
-        for part in _PARTS.get(place, ())
+        for part in _PARTS.get(point, ())
         for name in dict.fromkeys([*trainer, *engine])
         if name.startswith(prefix) and part in name
     ]
@@ -195,7 +195,7 @@ def _describe(names: list[str], engine: Weights, trainer: Weights, head_dim: int
     if cause := _exchanged(name, engine, trainer) or _changed(name, mine, theirs, head_dim):
         return cause
     largest = float(np.abs(mine - theirs).max())
-    more = f", and {len(names) - 1} more tensors of this place" if len(names) > 1 else ""
+    more = f", and {len(names) - 1} more tensors of this trace point" if len(names) > 1 else ""
     text = f"{name}{more} has other values in the engine than in the trainer (largest difference {largest:.2g})"
     return Cause(
         "stale weights", text, "push the weights again, or start the engine from the trainer's folder (model.path)"

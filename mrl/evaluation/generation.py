@@ -274,7 +274,7 @@ So the engines stay busy while the slowest responses of a file are sampled, and 
 output file contains the responses to generate.prompts_per_file prompts.
 """
 
-MAX_POSTS = 64
+MAX_HTTP_REQUESTS = 64
 """Largest number of concurrent HTTP requests to one engine.
 
 If generate.requests_in_flight is larger, one HTTP request carries several prompts.
@@ -332,16 +332,19 @@ class RequestDispatcher:
         """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
         # Number of responses that all engines together sample at the same time.
         self.capacity = in_flight * len(watcher.pool.engines)
-        self._watcher, self._posts = watcher, min(MAX_POSTS, in_flight)
-        self._responses_per_post = in_flight // self._posts  # number of responses that one HTTP request asks for
+        self._watcher, self._max_requests = watcher, min(MAX_HTTP_REQUESTS, in_flight)
+        self._responses_per_http_request = (
+            in_flight // self._max_requests
+        )  # number of responses that one HTTP request asks for
 
     def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
         """Send the requests in another thread. Returns one future per HTTP request, with its responses in order."""
         parts = [
-            requests[at : at + self._responses_per_post] for at in range(0, len(requests), self._responses_per_post)
+            requests[at : at + self._responses_per_http_request]
+            for at in range(0, len(requests), self._responses_per_http_request)
         ]
         pool = self._watcher.pool
-        return [pool.submit(self._watcher.call(partial(self._sample, part), self._posts)) for part in parts]
+        return [pool.submit(self._watcher.call(partial(self._sample, part), self._max_requests)) for part in parts]
 
     async def _sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         pool = self._watcher.pool

@@ -171,7 +171,7 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSi
 
     An engine with data-parallel attention shards the parameters of attention over fewer ranks.
     """
-    if not p.is_sharded or p.whole_in_engine:
+    if not p.is_sharded or p.replicated_in_engine:
         return p.numel
     in_attention = p.name.startswith("self_attention.") or p.location == "first"
     ranks = topology.tp // topology.dp if in_attention else topology.tp

@@ -73,7 +73,7 @@ class ParameterShape:
     shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
     is_sharded: bool  # whether tensor parallelism (for experts: expert tensor parallelism) shards the parameter
     present_in: str  # the layers that have the parameter: "always" (all), "dense", "moe", "attention" or "recurrent"
-    whole_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
+    replicated_in_engine: bool = False  # whether every engine rank has the whole parameter, although trainers shard it
     is_vocabulary: bool = False  # dim 0 of `shape` is the vocabulary without padding; shard_numel pads it
     float32_in_engine: bool = False  # whether SGLang stores the parameter in float32 whatever the dtype of the engine
 
@@ -118,5 +118,7 @@ def parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     kind = row.present_in.removesuffix("_layers")
     present_in = kind if row.present_in.endswith("_layers") else "always"
     return ParameterShape(
-        *(name, location, fused, row.axis is not None, present_in), row.whole_in_engine, isinstance(row, VocabMapping)
+        *(name, location, fused, row.axis is not None, present_in),
+        row.replicated_in_engine,
+        isinstance(row, VocabMapping),
     )

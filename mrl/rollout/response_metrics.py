@@ -172,7 +172,7 @@ class LengthBias:
     _trained: deque[list[float]] = field(default_factory=deque)
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
-        """Add a step, and return the metric `rollout/length_selected_ratio`.
+        """Add a step, and return the metric `rollout/trained_length_ratio`.
 
         The metric is (mean length of the trained groups) / (mean length of the groups drawn one after another). It is 1 if
         there is no bias. `finished`: serial number of the prompt request -> sampled group that waits in the staleness buffer.
@@ -185,7 +185,7 @@ class LengthBias:
         self._trained = deque([*self._trained, trained], maxlen=self.num_steps)
         recent = [length for lengths in self._trained for length in lengths]
         drawn = self._consecutive(len(recent))
-        return {"rollout/length_selected_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
+        return {"rollout/trained_length_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
         """Return the mean lengths of the last `count` prompt requests before `end`.

@@ -131,7 +131,7 @@ class RolloutSpec:
     agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
     deterministic: bool = False  # whether each response gets its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
-    most_responses: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
+    max_group_size: int | None = None  # largest size of a group; None: all groups have the size `responses_per_prompt`
     offline: OfflineRows | None = None  # responses from a file, on which steps also train; None: there are none
     logprobs: bool = True  # whether engines return log-probabilities, which training needs
     routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
@@ -173,7 +173,7 @@ class RolloutSpec:
     @property
     def largest_group(self) -> int:
         """Largest number of responses to a prompt."""
-        return self.most_responses or self.responses_per_prompt
+        return self.max_group_size or self.responses_per_prompt
 
     @property
     def extra_groups(self) -> int:

@@ -152,7 +152,7 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
     mistakes, nodes = [], [1]
     for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
         try:
-            nodes.append(check_point(folder, [*fixed, *point]))
+            nodes.append(validate_point(folder, [*fixed, *point]))
         except ValueError as error:
             mistakes.append(f"  {' '.join(point)}: {error}")
     if mistakes:
@@ -163,7 +163,7 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
     return extend_sweep(folder, config, fixed, points, first), max(nodes)
 
 
-def check_point(folder: Path, overrides: Sequence[str]) -> int:
+def validate_point(folder: Path, overrides: Sequence[str]) -> int:
     """Check one point as `mrl train` would, and return the number of nodes of its job.
 
     Raises ValueError if the point cannot run.

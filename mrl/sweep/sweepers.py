@@ -18,7 +18,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 from mrl.config.search_path import search_path_override
-from mrl.sweep.launcher import PointLauncher, check_point
+from mrl.sweep.launcher import PointLauncher, validate_point
 from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_overrides, split_overrides
 
 MAX_REJECTED = 20  # the sweep ends after this number of consecutive proposals that cannot run
@@ -81,7 +81,7 @@ class OptunaSweeper(GridSweeper):
 
         def check(point: Point) -> None:
             own = [each for each in fixed if not each.startswith("run.dir=")]
-            check_point(folder, [*self._search_path, *own, *point])
+            validate_point(folder, [*self._search_path, *own, *point])
 
         proposer = PointProposer(swept, folder, maximize, self._composed.run.seed, check)
         stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()

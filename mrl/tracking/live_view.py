@@ -44,7 +44,7 @@ SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
     "time/step_s": "time of a step",
-    "rollout/age_mean_versions": "mean staleness",
+    "rollout/staleness_mean": "mean staleness",
 }
 """Metric -> its name in the table of the last steps."""
 CLOCK_STEP_S = 1.0  # two changes of a folder within this time may get the same modification time
@@ -411,7 +411,7 @@ def _staleness(view: RunView) -> RenderableType:
     texts = {
         "weight_sync/version": "engines serve weight version {:.0f}",
         "rollout/weight_version": "the last step was sampled by version {:.0f}",
-        "rollout/age_max_versions": "largest staleness {:.0f}",
+        "rollout/staleness_max": "largest staleness {:.0f}",
         "rollout/waiting_groups": "{:.0f} groups in the staleness buffer",
     }
     words = [text.format(view.metrics[name]) for name, text in texts.items() if name in view.metrics]

@@ -250,7 +250,7 @@ class EngineLayout:
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
             # The last rows of a vocabulary may be padding, which no shard covers.
-            if isinstance(row := self.row_of.get(shard.name), VocabMapping) and not row.whole_in_engine:
+            if isinstance(row := self.row_of.get(shard.name), VocabMapping) and not row.replicated_in_engine:
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
@@ -299,7 +299,7 @@ class EngineLayout:
         """Return the part of each section of the Hugging Face tensor `name` that rank `rank` holds."""
         row = self.row_of[name]
         sections = row.sections(self.sizes)[name]
-        if row.axis is None or row.whole_in_engine:
+        if row.axis is None or row.replicated_in_engine:
             return sections
         ranks = self._num_shards(row)
         rank %= ranks

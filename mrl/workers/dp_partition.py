@@ -64,7 +64,7 @@ def partition_step(
 
     `weighting` computes the token weights, which are normalized over the whole mini-batch.
     """
-    weights = _loss_weights(batch, weighting)
+    weights = _row_weights(batch, weighting)
     shared, groups = packing.share_prompts and batch.groups is not None, _groups(batch)
     columns = (batch.prompt_lengths, batch.response_lengths, groups, batch.rows, packing.cost)
     if batch.whole_groups:
@@ -88,12 +88,12 @@ def partition_step(
 
 def step_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the token weight of its sampled tokens in an optimizer step; 0 for untrained rows."""
-    weights = _loss_weights(batch, weighting)
+    weights = _row_weights(batch, weighting)
     weights[np.setdiff1d(batch.denominator_rows, batch.rows)] = 0.0
     return weights
 
 
-def _loss_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
+def _row_weights(batch: TrainBatch, weighting: TokenWeighting) -> NDArray[np.float64]:
     """Return [B]: for each row, the token weight of its sampled tokens. The loss is normalized over `denominator_rows`.
 
     A row that occurs n times in `denominator_rows` gets the total weight of n rows. If the row occurs several times in `rows`,

@@ -1,7 +1,7 @@
 """Records tensors of one forward pass on a trainer rank: inputs and outputs of the parts of each layer.
 
-`mrl certify engine` compares these tensors with the same tensors of an SGLang engine. A place is a point in the model at which a
-tensor is recorded. Trainer and engine (mrl.rollout.engines.forward_recorder) use the same names of places, such as
+`mrl certify engine` compares these tensors with the same tensors of an SGLang engine. A trace point is a point in the model at
+which a tensor is recorded. Trainer and engine (mrl.rollout.engines.forward_recorder) use the same names of trace points, such as
 `layers.3.rotated_query`. The trainer must run in the layout of a single process, so that no tensor is split. mrl.core.types
 explains the letters of array dimensions, such as S and H.
 """
@@ -36,22 +36,23 @@ def trace_forward(
     temperature: float,
     engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:
-    """Return (place -> tensor [S, n], row -> log-probabilities of its sampled tokens).
+    """Return (point -> tensor [S, n], row -> log-probabilities of its sampled tokens).
 
-    A tensor has n numbers for each of the S tokens of the block. The place `last_logits` [B, V] has the logits at the last token
-    of each row.
+    A tensor has n numbers for each of the S tokens of the block. The trace point `last_logits` [B, V] has the logits at the last
+    token of each row.
 
-    `engine_routing` has the engine's routing weights [S, experts] at the places `layers.N.routing`. The experts then compute with
-    these weights instead of the router's own weights. So the hidden states of later layers can be compared even if round-off
-    makes the router choose other experts for a token. The recorded places `layers.N.routing` have the router's own weights.
+    `engine_routing` has the engine's routing weights [S, experts] at the trace points `layers.N.routing`. The experts then
+    compute with these weights instead of the router's own weights. So the hidden states of later layers can be compared even if
+    round-off makes the router choose other experts for a token. The recorded trace points `layers.N.routing` have the weights of
+    the router itself.
     """
     assert model.spec.dims.world_size == 1, "the trace needs whole tensors, so the layout must be one process"
     trace = ForwardTrace(model, engine_routing or {})
     with trace.hooks():
         outputs = forward_outputs(model, block, batch, temperature)
-    places = trace.places()
-    places["last_logits"] = trace.logits(places["final_norm"][block.cu_seqlens[1:] - 1])
-    return places, outputs
+    points = trace.points()
+    points["last_logits"] = trace.logits(points["final_norm"][block.cu_seqlens[1:] - 1])
+    return points, outputs
 
 
 def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) -> Arrays:
@@ -86,7 +87,7 @@ class ForwardTrace:
         self._vocab_size = model.vocab_size
         # for each micro-batch, the index of each of its tokens in the block; -1: padding
         self._tokens: list[NDArray[np.int64]] = []
-        self._parts: dict[str, list[NDArray]] = {}  # place -> tensors of all micro-batches
+        self._parts: dict[str, list[NDArray]] = {}  # point -> tensors of all micro-batches
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -114,16 +115,16 @@ class ForwardTrace:
             for handle in handles:
                 handle.remove()
 
-    def places(self) -> Arrays:
+    def points(self) -> Arrays:
         """Return the recorded tensors in the order of the block's tokens."""
         tokens = np.concatenate(self._tokens)
         order = np.argsort(tokens, kind="stable")[(tokens < 0).sum() :]
-        places = {place: np.concatenate(parts)[order] for place, parts in self._parts.items()}
-        for place in [name for name in places if name.endswith(".mlp_output")]:
-            prefix = place.removesuffix("mlp_output")
-            if f"{prefix}routing" in places:
-                places[f"{prefix}routed_experts"] = places[place] - places.get(f"{prefix}shared_experts", 0)
-        return places
+        points = {point: np.concatenate(parts)[order] for point, parts in self._parts.items()}
+        for point in [name for name in points if name.endswith(".mlp_output")]:
+            prefix = point.removesuffix("mlp_output")
+            if f"{prefix}routing" in points:
+                points[f"{prefix}routed_experts"] = points[point] - points.get(f"{prefix}shared_experts", 0)
+        return points
 
     def logits(self, final_norm: NDArray) -> NDArray:
         """Return the logits [n, V] of final hidden states [n, H]."""
@@ -179,18 +180,18 @@ class ForwardTrace:
         micro: MicroBatch = kwargs["output_processor_context"]
         self._tokens.append(micro.block_index)
 
-    def _record(self, place: str, tensor: Tensor) -> None:
+    def _record(self, point: str, tensor: Tensor) -> None:
         """Store a tensor of one micro-batch as [L, n], in float32 on the host."""
         tokens = len(self._tokens[-1])
-        self._parts.setdefault(place, []).append(_host(tensor.reshape(tokens, -1)))
+        self._parts.setdefault(point, []).append(_host(tensor.reshape(tokens, -1)))
 
-    def _output(self, place: str) -> Callable[[Any, tuple, Any], None]:
-        return lambda module, args, output: self._record(place, _with_bias(output))
+    def _output(self, point: str) -> Callable[[Any, tuple, Any], None]:
+        return lambda module, args, output: self._record(point, _with_bias(output))
 
-    def _both(self, input_place: str, output_place: str) -> Callable[[Any, tuple, Any], None]:
+    def _both(self, input_point: str, output_point: str) -> Callable[[Any, tuple, Any], None]:
         def record(module: Any, args: tuple, output: Any) -> None:
-            self._record(input_place, _first(args))
-            self._record(output_place, _with_bias(output))
+            self._record(input_point, _first(args))
+            self._record(output_point, _with_bias(output))
 
         return record
 
@@ -236,13 +237,13 @@ class ForwardTrace:
         return record
 
     def _routing(self, prefix: str) -> Callable[[Any, tuple, Any], tuple[Tensor, Tensor] | None]:
-        place = f"{prefix}routing"
+        point = f"{prefix}routing"
 
         def record(module: Any, args: tuple, output: Any) -> tuple[Tensor, Tensor] | None:
             self._record(f"{prefix}router_logits", module.gating(args[0]))
             weights, chosen = output
-            self._record(place, weights * chosen)
-            return self._replay(self._engine_routing[place], *output) if place in self._engine_routing else None
+            self._record(point, weights * chosen)
+            return self._replay(self._engine_routing[point], *output) if point in self._engine_routing else None
 
         return record
 

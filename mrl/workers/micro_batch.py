@@ -99,9 +99,9 @@ class MicroBatch:
 
         if mtp_layers:
             assert groups is None, "the plan refuses shared prompts with MTP layers"
-            packed = replace(packed, later_tokens=to_device(_later_tokens(part, packed.source, mtp_layers)))
-        tokens = np.where(packed.source >= 0, part.tokens[packed_tokens][packed.source], 0)
-        routing = None if part.routed_experts is None else _routing(part, packed_tokens, packed.source)
+            packed = replace(packed, later_tokens=to_device(_later_tokens(part, packed.token_index, mtp_layers)))
+        tokens = np.where(packed.token_index >= 0, part.tokens[packed_tokens][packed.token_index], 0)
+        routing = None if part.routed_experts is None else _routing(part, packed_tokens, packed.token_index)
         return cls(
             tokens=to_device(tokens.astype(np.int64)),
             packed=packed,
@@ -113,7 +113,7 @@ class MicroBatch:
             num_sampled=len(response_of),
             responses=Responses(to_device(response_of[local_sampled]), to_device(part.sampled_lengths), sum_over_ranks),
             columns={name: to_device(values[local_sampled]) for name, values in part.columns.items()},
-            block_index=np.where(packed.source >= 0, index_in_block[packed_tokens][packed.source], -1),
+            block_index=np.where(packed.token_index >= 0, index_in_block[packed_tokens][packed.token_index], -1),
             routing=None if routing is None else to_device(routing),
             teachers={
                 teacher: _teacher_tensors(by_row, part.sampled_lengths, local_sampled, to_device)

@@ -154,7 +154,7 @@ class ActorTrainer:
         Raises ValueError if `advantages` is None and the loss reads advantages.
         """
         objective = self.objective if loss is None else self.objective.with_loss(loss)
-        if advantages is None and getattr(objective.policy, "zero_without_advantage", False):
+        if advantages is None and getattr(objective.policy, "zero_at_zero_advantage", False):
             raise ValueError(
                 f"trainer._target_: update() got no estimates, but the loss {plug_in_name(objective.policy)} is 0 without "
                 "advantages; pass the result of estimate(), or a loss such as CrossEntropy()."
@@ -180,7 +180,7 @@ class ActorTrainer:
     def _trained_rows(self, advantages: AdvantageResult, objective: Objective) -> NDArray[np.bool_]:
         """Return [B]: whether the update trains on each row."""
         trained = ~advantages.rejected
-        if self.skip_zero_advantage and objective.zero_without_advantage:
+        if self.skip_zero_advantage and objective.zero_at_zero_advantage:
             trained &= ~advantages.zero_advantage
         if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
             trained[np.argmax(~advantages.rejected)] = True

@@ -347,11 +347,11 @@ class TrainWorker:
     def trace_forward(
         self, block: TokenBlock, batches: Sequence[RankBatch], temperature: float, routing: Mapping[str, Any], path: str
     ) -> tuple[Any, dict[int, Any]]:
-        """Store the tensors of a forward pass in the file `path`. Returns (tensors by place in the model, log-probabilities)."""
-        from mrl.workers.forward_trace import store_arrays, trace_forward  # explains places and `routing`
+        """Store the tensors of a forward pass in the file `path`. Returns (trace point -> tensor, log-probabilities)."""
+        from mrl.workers.forward_trace import store_arrays, trace_forward  # explains trace points and `routing`
 
-        places, outputs = trace_forward(self.model, block, self._own_batch(batches), temperature, routing)
-        return store_arrays(places, path), outputs
+        trace, outputs = trace_forward(self.model, block, self._own_batch(batches), temperature, routing)
+        return store_arrays(trace, path), outputs
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def store_weights(self, prefixes: Sequence[str], suffix: str, path: str) -> Any:

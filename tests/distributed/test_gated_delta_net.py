@@ -65,9 +65,9 @@ def largest_differences(rank: int, folder, dims: ParallelDims, reference=referen
     (expected * weights).sum().backward()
 
     packed = pack(PACK, torch.device("cpu"), cp_rank=dims.coords(rank).cp, cp_size=dims.cp)
-    real = packed.source >= 0
-    tokens = packed.source[real]
-    own = hidden[packed.source][:, None].requires_grad_()
+    real = packed.token_index >= 0
+    tokens = packed.token_index[real]
+    own = hidden[packed.token_index][:, None].requires_grad_()
     out = layer(own, packed_seq_params=packed)[0][:, 0]
     (out[real] * weights[tokens]).sum().backward()
     differences = {

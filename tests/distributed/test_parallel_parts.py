@@ -87,12 +87,12 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
     for seed in seeds:
         segments, tp_multiple, columns, cotangent = attention_case(seed)
         packed = pack(segments, torch.device("cpu"), cp_rank=rank, cp_size=dims.cp, multiple=tp_multiple)
-        real = torch.from_numpy(packed.source >= 0)
-        mine = packed.source[packed.source >= 0]
+        real = torch.from_numpy(packed.token_index >= 0)
+        mine = packed.token_index[packed.token_index >= 0]
         parts = []
         for column in columns:
             part = torch.full(
-                (len(packed.source), *column.shape[1:]), 100.0, dtype=torch.float64
+                (len(packed.token_index), *column.shape[1:]), 100.0, dtype=torch.float64
             )  # large values at padding tokens would show in the output
             part[real] = torch.from_numpy(column[mine])
             parts.append(part.requires_grad_())

@@ -27,11 +27,11 @@ from mrl.diagnostics.engine_check import (
     LOGPROBS,
     TOLERANCES,
     compare_logprobs,
-    compare_places,
+    compare_points,
     diagnose,
     model_facts,
-    ordered_places,
-    place_name,
+    ordered_points,
+    point_name,
 )
 from mrl.diagnostics.engine_difference import Side
 from mrl.rollout.client import EngineClient, SamplingParams
@@ -116,9 +116,9 @@ def engine_of(tmp_path_factory):
             traces = [engine_trace(record(client, folder, f"row_{i}", row), arch) for i, row in enumerate(rows)]
             ranks = record(client, folder, "weights", rows[0], ("model.", "lm_head."))
             client.close()
-        places = {place: np.concatenate([trace[place] for trace in traces]) for place in traces[0]}
+        points = {point: np.concatenate([trace[point] for trace in traces]) for point in traces[0]}
         weights = engine_weights(ranks, EngineLayout.of(family_of(hf), arch, EngineParallelSizes()))
-        known[family] = EngineTrace(model, block, Side("engine", places, weights))
+        known[family] = EngineTrace(model, block, Side("engine", points, weights))
         return known[family]
 
     return run
@@ -130,21 +130,21 @@ Fault = Callable[[Any], None]
 def trainer_traces(
     rank: int, block: TokenBlock, engine_routing: dict[str, np.ndarray], jobs: list[tuple[Path, Fault | None]]
 ) -> list[Any]:
-    """Return (places, log-probabilities, weights) of a trainer for each (model, fault)."""
+    """Return (points, log-probabilities, weights) of a trainer for each (model, fault)."""
     from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.forward_trace import trace_forward, trainer_weights
 
     batch = partition_step(TrainBatch.of(block, None), ONE, Packing(30, share_prompts=False)).rank_batches[0]
-    assert len(batch.micro_batches) > 1, "the places of several micro-batches are joined"
+    assert len(batch.micro_batches) > 1, "the trace points of several micro-batches are joined"
     results = []
     for folder, fault in jobs:
         actor = MegatronActor(ModelSpec(str(folder), ONE, "float32", None, {}))
         if fault:
             with torch.no_grad():
                 fault(actor)
-        places, outputs = trace_forward(actor, block, batch, TEMPERATURE, engine_routing)
+        points, outputs = trace_forward(actor, block, batch, TEMPERATURE, engine_routing)
         logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
-        results.append((places, logprobs, trainer_weights(actor, ("model.", "lm_head."), "")))
+        results.append((points, logprobs, trainer_weights(actor, ("model.", "lm_head."), "")))
     return results
 
 
@@ -339,7 +339,7 @@ def untied(folder: Path, copy_to: Path) -> Path:
     return copy_to
 
 
-# family -> {fault: (first place that differs, part of the cause, words of the cause)}
+# family -> {fault: (first trace point that differs, part of the cause, words of the cause)}
 FAULTS: dict[str, dict[Fault, tuple[str, str, str]]] = {
     "llama": {
         plain_rope: ("layer 0, rotated query", "RoPE scaling", "trainer's base 5000"),
@@ -409,7 +409,7 @@ FAULTS: dict[str, dict[Fault, tuple[str, str, str]]] = {
 
 @pytest.fixture(scope="session")
 def trainer_of(run_ranks, engine_of, tmp_path_factory):
-    """`trainer_of(family)` -> {name of a fault, or "": (places, log-probabilities, weights)}. Computed once for each family."""
+    """`trainer_of(family)` -> {name of a fault, or "": (points, log-probabilities, weights)}. Computed once for each family."""
     known: dict[str, dict[str, Any]] = {}
 
     def run(family: str) -> dict[str, Any]:
@@ -421,7 +421,7 @@ def trainer_of(run_ranks, engine_of, tmp_path_factory):
             if family == "qwen2":
                 jobs.append((untied(engine.folder, tmp_path_factory.mktemp("untied") / "model"), None))
                 names.append("untied")
-            routing = {place: weights for place, weights in engine.side.places.items() if place.endswith(".routing")}
+            routing = {point: weights for point, weights in engine.side.trace.items() if point.endswith(".routing")}
             (traces,) = run_ranks(ONE, trainer_traces, engine.block, routing, jobs, timeout_s=600)
             known[family] = dict(zip(names, traces, strict=True))
         return known[family]
@@ -430,14 +430,14 @@ def trainer_of(run_ranks, engine_of, tmp_path_factory):
 
 
 def differences(engine: EngineTrace, trace: Any):
-    places, logprobs, _ = trace
+    points, logprobs, _ = trace
     tolerances = TOLERANCES["float32"]
     num_layers = HFConfig.load(engine.folder)["num_hidden_layers"]
-    found, undecided = compare_places(engine.side.places, places, engine.block, num_layers, tolerances.places)
-    return [*found, compare_logprobs(engine.block, logprobs, undecided, tolerances.logprobs)]
+    found, tied = compare_points(engine.side.trace, points, engine.block, num_layers, tolerances.points)
+    return [*found, compare_logprobs(engine.block, logprobs, tied, tolerances.logprobs)]
 
 
-# Places that an engine of the family cannot record: SGLang computes latent attention on compressed keys.
+# Trace points that an engine of the family cannot record: SGLang computes latent attention on compressed keys.
 MISSING = {"deepseek_v3": {"key", "value", "input"}}
 DENSE = {"gate", "up", "activation"}
 MOE = {"router_logits", "routing", "routed_experts", "shared_experts"}
@@ -447,11 +447,11 @@ LATENT = {"query_latent", "key_latent"}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_equal_pair_agrees_everywhere(engine_of, trainer_of, family):
     engine = engine_of(family)
-    places, _, weights = trace = trainer_of(family)[""]
+    points, _, weights = trace = trainer_of(family)[""]
     for difference in differences(engine, trace):
         assert difference.within, difference
-    compared = {name for name in places if name in engine.side.places}
-    expected = {place_name(*each) for each in ordered_places(2)}
+    compared = {name for name in points if name in engine.side.trace}
+    expected = {point_name(*each) for each in ordered_points(2)}
     left_out = {name.rpartition(".")[2] for name in expected - compared}
     optional = DENSE | MOE | LATENT | {"normed_query", "normed_key"} | MISSING.get(family, set())
     assert left_out <= optional, left_out
@@ -468,15 +468,15 @@ CASES = [(family, fault.__name__, *expected) for family, faults in FAULTS.items(
 CASES.append(("qwen2", "untied", "last logits", "tied output layer", "the trainer has a separate output layer"))
 
 
-@pytest.mark.parametrize(("family", "fault", "place", "part", "text"), CASES, ids=lambda value: str(value)[:30])
-def test_an_injected_fault_is_named(engine_of, trainer_of, family, fault, place, part, text):
+@pytest.mark.parametrize(("family", "fault", "point", "part", "text"), CASES, ids=lambda value: str(value)[:30])
+def test_an_injected_fault_is_named(engine_of, trainer_of, family, fault, point, part, text):
     engine = engine_of(family)
     trace = trainer_of(family)[fault]
     first = next(each for each in differences(engine, trace) if not each.within)
     hf = HFConfig.load(engine.folder)
     trainer = Side("trainer", trace[0], trace[2])
     cause = diagnose(first, engine.side, trainer, engine.block, model_facts(family_of(hf).read(hf)))
-    assert (first.name, cause.part) == (place, part) and text in cause.text, (first, cause)
+    assert (first.name, cause.part) == (point, part) and text in cause.text, (first, cause)
 
 
 def test_there_are_more_than_twenty_faults():
@@ -489,7 +489,7 @@ def test_the_command_agrees_with_a_healthy_engine_and_names_the_fault_of_another
     assert run.finish().process.returncode == 0, run.output()
     assert "equal within" in run.output() and "of 2 prompts" in run.output()
     report = json.loads((run.folder / "engine.json").read_text())
-    assert report["equal"] and report["differences"][-1]["place"] == LOGPROBS
+    assert report["equal"] and report["differences"][-1]["point"] == LOGPROBS
 
     override = 'sglang.json_model_override_args="{\\"rms_norm_eps\\": 0.01}"'
     run = start_mrl("certify", "engine", *small, override)

@@ -132,7 +132,7 @@ def test_each_of_two_teachers_teaches_its_data_source(distil, inputs, warm, soft
     for index, row in enumerate(rows):
         row["data_source"] = "odd" if index % 2 else "even"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    teachers = [f"roles.softer.path={softer}", "roles.softer.teaches=[odd]"]
+    teachers = [f"roles.softer.path={softer}", "roles.softer.teacher_for=[odd]"]
     divergence = ["algorithm.loss.divergence=js", "algorithm.loss.beta=0.3"]
     files = [f"data.train=[{tmp_path / 'train.parquet'}]", "rollout.record=true"]
     run = distil("distill_vocab", *teachers, *divergence, *files)

@@ -43,7 +43,7 @@ def row(model: str, mode: str, placement: str, steps: list[dict]) -> str:
         return float(np.mean([step.get(name, 0.0) for step in part]))
 
     numbers = [mean("reward/mean", steps[:3]), mean("reward/mean", steps[-5:]), len(steps)]
-    costs = [mean(name, steps) for name in ("time/step_s", "rollout/token_age_mean_versions", "placement/switch_s")]
+    costs = [mean(name, steps) for name in ("time/step_s", "rollout/token_staleness_mean", "placement/switch_s")]
     return f"| {model} | {mode} | {placement} | {' | '.join(f'{number:.4g}' for number in [*numbers, *costs])} |"
 
 
@@ -70,7 +70,7 @@ def test_every_placement_and_mode_raises_the_reward(start_mrl, inputs, runs, mod
     runs[model, mode, placement] = steps = run.metrics()
     first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))
     assert first < 0.25 and last >= GOAL, f"{first:.3f} -> {last:.3f} in {len(steps)} steps"
-    assert max(step["rollout/age_max_versions"] for step in steps) <= staleness
+    assert max(step["rollout/staleness_max"] for step in steps) <= staleness
     trained = [json.loads(line)["requests"] for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
     assert len({request for step in trained for request in step}) == 64 * len(steps), "each group is trained once"
     assert ("placement/switch_s" in steps[0]) == (placement != "disaggregated")

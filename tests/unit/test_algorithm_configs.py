@@ -111,7 +111,7 @@ def test_the_parts_make_an_update(name):
     assert logprobs.grad.isfinite().all() and logprobs.grad.any()
     assert all(value.shape == (11,) for value in numbers.values())
     check([*numbers, *found.metrics])
-    if not objective.zero_without_advantage:
+    if not objective.zero_at_zero_advantage:
         named = name == "kl_cov" or objective.distillation
         assert settings.get("skip_zero_advantage") is False or "kl_in_loss" in settings or named
 

@@ -148,7 +148,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
 
 
 @pytest.mark.parametrize(
-    ("kind", "zero_without_advantage", "uses_entropy", "needs"),
+    ("kind", "zero_at_zero_advantage", "uses_entropy", "needs"),
     [
         (losses.PPOClip, True, False, set()),
         (losses.PolicyGradient, True, False, set()),
@@ -174,10 +174,10 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (preference.ORPO, False, False, set()),
     ],
 )
-def test_the_declarations_of_a_loss_are_pinned(kind, zero_without_advantage, uses_entropy, needs):
+def test_the_declarations_of_a_loss_are_pinned(kind, zero_at_zero_advantage, uses_entropy, needs):
     loss = kind()
-    declared = (loss.zero_without_advantage, loss.uses_entropy, loss.needs)
-    assert declared == (zero_without_advantage, uses_entropy, needs)
+    declared = (loss.zero_at_zero_advantage, loss.uses_entropy, loss.needs)
+    assert declared == (zero_at_zero_advantage, uses_entropy, needs)
 
 
 @pytest.mark.parametrize(

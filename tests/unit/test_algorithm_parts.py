@@ -139,4 +139,4 @@ def test_the_entropy_bonus_is_constant_or_adapts():
     first = algorithm(
         "algorithm.adaptive_entropy.target=0.3"
     ).objective  # the coefficient is 0 now but may grow, so no row is skipped
-    assert first.entropy == EntropyBonus(target=0.3) and not first.uses_entropy and not first.zero_without_advantage
+    assert first.entropy == EntropyBonus(target=0.3) and not first.uses_entropy and not first.zero_at_zero_advantage

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import EntropyBonus
-from mrl.algorithms.parts import COEF_METRICS, MEASURED, Coefficients
+from mrl.algorithms.parts import COEF_METRICS, TERM_METRICS, Coefficients
 from mrl.core.metrics import check
 
 
@@ -15,8 +15,8 @@ def coefficients(**terms: KLPenalty | EntropyBonus) -> Coefficients:
 
 
 def test_the_metrics_of_all_terms_are_declared():
-    assert MEASURED.keys() == COEF_METRICS.keys()
-    check(dict.fromkeys([*MEASURED.values(), *COEF_METRICS.values()], 1.0))
+    assert TERM_METRICS.keys() == COEF_METRICS.keys()
+    check(dict.fromkeys([*TERM_METRICS.values(), *COEF_METRICS.values()], 1.0))
 
 
 def test_a_constant_coefficient_does_not_change():

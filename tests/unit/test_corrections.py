@@ -299,15 +299,15 @@ def test_the_objective_weighs_the_policy_loss_alone():
     np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-9)
     np.testing.assert_allclose(numbers["policy/kl_ref"].numpy(), penalty, rtol=1e-9)
     assert {"loss/clip_fraction", "correction/weight_mean"} <= set(numbers)
-    assert objective.needs == {"ref_logprobs"} and objective.uses_entropy and not objective.zero_without_advantage
+    assert objective.needs == {"ref_logprobs"} and objective.uses_entropy and not objective.zero_at_zero_advantage
     changed = objective.with_coefs({"kl_loss": 0.0, "kl_reward": 7.0})
     assert objective.coefs == {"kl_loss": kl.coef, "entropy": 0.01} and changed.coefs == {
         "kl_loss": 0.0,
         "entropy": 0.01,
     }
     inactive = objective.with_coefs({"entropy": 0.0})
-    assert not inactive.uses_entropy and not replace(inactive, kl=None).zero_without_advantage
-    assert Objective(PPOClip(), ImportanceSampling()).zero_without_advantage
+    assert not inactive.uses_entropy and not replace(inactive, kl=None).zero_at_zero_advantage
+    assert Objective(PPOClip(), ImportanceSampling()).zero_at_zero_advantage
 
 
 def test_mismatch_metrics_follow_their_definitions():

@@ -342,7 +342,7 @@ def test_a_derived_family_is_equal_to_the_built_in_one(name):
         assert derived.param_mappings(arch) == built_in.param_mappings(arch), other
         assert derived.fusions(arch) == built_in.fusions(arch), other
     assert derived.has_mtp_layers == built_in.has_mtp_layers
-    assert derived.engine_is_native == built_in.engine_is_native
+    assert derived.supported_by_sglang == built_in.supported_by_sglang
     assert derived.engine_unsupported_parts == built_in.engine_unsupported_parts - PARTS_BY_HAND.get(name, frozenset())
 
 

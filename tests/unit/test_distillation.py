@@ -62,7 +62,7 @@ def test_the_loss_is_the_divergence_times_its_coefficient_plus_the_other_loss():
 def test_the_loss_declares_what_it_reads_and_whether_log_probabilities_get_a_gradient():
     assert Distillation().needs == {"teacher_hidden"} and Distillation(top_k=3).needs == {"teacher_top_k"}
     both = Distillation(reward_loss=KLCov())
-    assert both.needs == {"teacher_hidden", "old_logprobs"} and both.uses_logprobs and not both.zero_without_advantage
+    assert both.needs == {"teacher_hidden", "old_logprobs"} and both.uses_logprobs and not both.zero_at_zero_advantage
     batch = AdvantageInputs(np.zeros(3), np.zeros(1, int), np.array([3]), {"old_logprobs": np.zeros(3, np.float32)})
     found = both.extra_columns(batch, np.ones(3, np.float32), np.random.default_rng(0))
     assert list(found) == ["kl_cov"] and Distillation().extra_columns(batch, np.ones(3), None) == {}
@@ -205,9 +205,9 @@ def test_a_loss_without_a_teacher_and_commands_without_one_are_refused(tmp_path)
 
 SEVERAL = [
     "++roles.math.path=m",
-    "++roles.math.teaches=[gsm8k,math]",
+    "++roles.math.teacher_for=[gsm8k,math]",
     "++roles.code.path=c",
-    "++roles.code.teaches=[code]",
+    "++roles.code.teacher_for=[code]",
 ]
 
 
@@ -239,9 +239,13 @@ def test_each_teacher_teaches_its_data_sources_and_the_role_teacher_all_others(t
         (
             SEVERAL,
             ["gsm8k", "code"],
-            "roles.math.teaches=.*no training prompt has the data source 'math'; .* 'code', 'gsm8k'",
+            "roles.math.teacher_for=.*no training prompt has the data source 'math'; .* 'code', 'gsm8k'",
         ),
-        ([*SEVERAL, "++roles.x.path=x", "++roles.x.teaches=[code]"], [], "roles.x.teaches=.*: roles.code teaches"),
+        (
+            [*SEVERAL, "++roles.x.path=x", "++roles.x.teacher_for=[code]"],
+            [],
+            "roles.x.teacher_for=.*: roles.code teaches",
+        ),
     ],
 )
 def test_data_sources_without_a_teacher_or_with_two_are_refused(tmp_path, overrides, sources, message):

@@ -14,11 +14,11 @@ from mrl.diagnostics.attention_causes import attend
 from mrl.diagnostics.engine_causes import ACTIVATIONS
 from mrl.diagnostics.engine_check import (
     LOGPROBS,
-    PlaceDifference,
+    PointDifference,
     compare_logprobs,
-    compare_places,
+    compare_points,
     diagnose,
-    place_name,
+    point_name,
 )
 from mrl.diagnostics.engine_difference import Cause, ModelFacts, Side, weight_cause
 from mrl.rollout.engines.forward_recorder import halves
@@ -87,10 +87,10 @@ class Toy:
         return np.stack(pair, -1).reshape(x.shape) if self.interleaved else np.concatenate(pair, -1)
 
     def side(self, name: str) -> Side:
-        """Compute the tensors at all places, and return them as one side."""
-        w, places = self.weights, {}
-        places["embedding"] = places["layers.0.input"] = w["model.embed_tokens.weight"][BLOCK.tokens]
-        layer: dict[str, Any] = dict(attention_norm=self.norm("input_layernorm", places["embedding"]))
+        """Compute the tensors at all trace points, and return them as one side."""
+        w, points = self.weights, {}
+        points["embedding"] = points["layers.0.input"] = w["model.embed_tokens.weight"][BLOCK.tokens]
+        layer: dict[str, Any] = dict(attention_norm=self.norm("input_layernorm", points["embedding"]))
         bias = 0 if self.skipped == "bias" else w[f"{ATTENTION}q_proj.bias"]
         layer["query"] = layer["attention_norm"] @ w[f"{ATTENTION}q_proj.weight"].T + bias
         layer["key"] = layer["attention_norm"] @ w[f"{ATTENTION}k_proj.weight"].T
@@ -105,17 +105,17 @@ class Toy:
         layer["attention"] = attend(heads["query"], heads["key"], value, starts, self.scale, self.tiled)
         flat = {kind: array.reshape(len(BLOCK.tokens), -1) for kind, array in layer.items()}
         flat["attention_output"] = flat["attention"] @ w[f"{ATTENTION}o_proj.weight"].T
-        flat["mlp_input"] = places["embedding"] + flat["attention_output"]
+        flat["mlp_input"] = points["embedding"] + flat["attention_output"]
         flat["mlp_norm"] = self.norm("post_attention_layernorm", flat["mlp_input"])
         flat["gate"], flat["up"] = (flat["mlp_norm"] @ w[f"{MLP}{n}_proj.weight"].T for n in ("gate", "up"))
         flat["activation"] = ACTIVATIONS[self.activation](flat["gate"], flat["up"])
         flat["mlp_output"] = flat["activation"] @ w[f"{MLP}down_proj.weight"].T
-        places |= {f"layers.0.{kind}": array for kind, array in flat.items()}
-        places["final_norm_input"] = flat["mlp_input"] + flat["mlp_output"]
-        places["final_norm"] = self.norm("model.norm", places["final_norm_input"])
-        last = places["final_norm"][BLOCK.cu_seqlens[1:] - 1]
-        places["last_logits"] = self.logit_scale * (last @ w["lm_head.weight"].T)
-        return Side(name, {place: array.astype(np.float32) for place, array in places.items()}, w)
+        points |= {f"layers.0.{kind}": array for kind, array in flat.items()}
+        points["final_norm_input"] = flat["mlp_input"] + flat["mlp_output"]
+        points["final_norm"] = self.norm("model.norm", points["final_norm_input"])
+        last = points["final_norm"][BLOCK.cu_seqlens[1:] - 1]
+        points["last_logits"] = self.logit_scale * (last @ w["lm_head.weight"].T)
+        return Side(name, {point: array.astype(np.float32) for point, array in points.items()}, w)
 
 
 def changed(**weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -129,9 +129,9 @@ def weight(name: str) -> np.ndarray:
 
 
 def compare(engine: Side, trainer: Side) -> tuple[str, Cause] | None:
-    """Return the name of the first place that differs, and the cause. None if nothing differs."""
-    differences, undecided = compare_places(engine.places, trainer.places, BLOCK, 1, 3e-5)
-    assert not undecided.any()
+    """Return the name of the first trace point that differs, and the cause. None if nothing differs."""
+    differences, tied = compare_points(engine.trace, trainer.trace, BLOCK, 1, 3e-5)
+    assert not tied.any()
     first = next((each for each in differences if not each.within), None)
     return None if first is None else (first.name, diagnose(first, engine, trainer, BLOCK, FACTS))
 
@@ -205,10 +205,10 @@ FAULTS: dict[str, tuple[Toy, str, str, str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_cause_of_a_fault_is_named_with_its_layer(name):
-    toy, place, part, text = FAULTS[name]
+    toy, point, part, text = FAULTS[name]
     found = compare(Toy().side("engine"), toy.side("trainer"))
     assert found is not None
-    assert (found[0], found[1].part) == (place, part) and text in found[1].text, found
+    assert (found[0], found[1].part) == (point, part) and text in found[1].text, found
 
 
 @pytest.mark.parametrize("size", [0.03, 0.1, 1.0])
@@ -218,7 +218,7 @@ def test_the_scales_of_small_scores_are_printed_exactly(size):
     small = changed(**{f"self_attn__{name}__weight": size * weight(f"self_attn.{name}.weight") for name in names})
     sides = [Toy(small).side("engine"), Toy(small, scale=1 / D).side("trainer")]
     for side in sides:
-        side.places.update({place: tensor.astype(np.float32) for place, tensor in side.places.items()})
+        side.trace.update({point: tensor.astype(np.float32) for point, tensor in side.trace.items()})
     found = compare(*sides)
     assert found and found[1].text == "the engine multiplies the attention scores by 0.3536, the trainer by 0.125"
 
@@ -269,19 +269,19 @@ def test_differences_of_a_router_are_told_apart(trainer, part, text):
 
 
 def test_only_the_routing_of_tokens_that_round_off_sends_to_other_experts_is_not_compared():
-    """All other places of these tokens are compared, because the trainer computes with the engine's routing weights."""
+    """All other trace points of these tokens are compared, because the trainer computes with the engine's routing weights."""
     logits = np.tile(np.array([1.0, 0.5, 0.499, 0.0]), (len(BLOCK.tokens), 1))
     flipped = logits.copy()
     flipped[4, 1:3] = 0.499, 0.5  # position 4 of row 0; later tokens of the row attend to it
     sides = [moe_side("engine", routing(logits), logits), moe_side("trainer", routing(flipped), logits)]
-    differences, undecided = compare_places(sides[0].places, sides[1].places, BLOCK, 1, tolerance=0.1)
-    assert all(each.within for each in differences) and np.flatnonzero(undecided).tolist() == [4, 5, 6]
+    differences, tied = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=0.1)
+    assert all(each.within for each in differences) and np.flatnonzero(tied).tolist() == [4, 5, 6]
     for side, value in zip(sides, (1.0, 2.0), strict=True):
-        side.places["layers.0.routed_experts"] = np.where(np.arange(len(logits)) == 4, value, 1.0)[:, None]
-    found, _ = compare_places(sides[0].places, sides[1].places, BLOCK, 1, tolerance=0.1)
-    assert [(each.place, each.within, each.token) for each in found][2:] == [("routed_experts", False, 4)]
-    differences, undecided = compare_places(sides[0].places, sides[1].places, BLOCK, 1, tolerance=3e-5)
-    assert [each.within for each in differences][:2] == [True, False] and not undecided.any(), "float32 decides"
+        side.trace["layers.0.routed_experts"] = np.where(np.arange(len(logits)) == 4, value, 1.0)[:, None]
+    found, _ = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=0.1)
+    assert [(each.point, each.within, each.token) for each in found][2:] == [("routed_experts", False, 4)]
+    differences, tied = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=3e-5)
+    assert [each.within for each in differences][:2] == [True, False] and not tied.any(), "float32 decides"
 
 
 def test_experts_in_another_order_and_layers_in_another_order_are_named():
@@ -324,7 +324,7 @@ def test_logprobs_alone_point_to_the_sampler():
     trainer = np.zeros(7)
     trainer[5] = 0.2
     found = compare_logprobs(BLOCK, trainer, np.zeros(len(BLOCK.tokens), bool), 1e-4)
-    assert (found.place, found.absolute, found.token, found.within) == (LOGPROBS, 0.2, 10, False)
+    assert (found.point, found.absolute, found.token, found.within) == (LOGPROBS, 0.2, 10, False)
     empty = Side("engine", {}, {})
     cause = diagnose(found, empty, replace(empty, name="trainer"), BLOCK, FACTS)
     assert cause.part == "sampling" and "rollout.temperature" in cause.advice
@@ -332,13 +332,13 @@ def test_logprobs_alone_point_to_the_sampler():
 
 def test_a_value_that_is_not_finite_is_a_difference():
     engine, trainer = Toy().side("engine"), Toy().side("trainer")
-    broken = trainer.places["layers.0.value"].copy()
+    broken = trainer.trace["layers.0.value"].copy()
     broken[3, 2] = np.nan
-    found = compare(engine, replace(trainer, places={**trainer.places, "layers.0.value": broken}))
+    found = compare(engine, replace(trainer, trace={**trainer.trace, "layers.0.value": broken}))
     assert found and found[0] == "layer 0, value" and found[1].text == "the trainer computes NaN or infinity"
 
 
 def test_helpers():
     assert halves(np.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
-    assert place_name("query", 3) == "layers.3.query" and place_name("embedding", None) == "embedding"
-    assert PlaceDifference("rotated_key", 3, 0.0, 0.0, 0, 1e-5).name == "layer 3, rotated key"
+    assert point_name("query", 3) == "layers.3.query" and point_name("embedding", None) == "embedding"
+    assert PointDifference("rotated_key", 3, 0.0, 0.0, 0, 1e-5).name == "layer 3, rotated key"

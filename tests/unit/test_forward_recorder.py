@@ -139,6 +139,6 @@ def test_the_heads_of_all_ranks_are_joined(model, tp):
             arrays[f"{prefix}o_proj/out0"] = query
         ranks.append(arrays)
     trace = engine_trace(ranks, arch)
-    for place, expected in (("query", query), ("normed_query", query), ("key", key), ("value", key)):
-        np.testing.assert_array_equal(trace[f"layers.1.{place}"], expected, err_msg=place)
+    for point, expected in (("query", query), ("normed_query", query), ("key", key), ("value", key)):
+        np.testing.assert_array_equal(trace[f"layers.1.{point}"], expected, err_msg=point)
     assert ("layers.0.attention_output" in trace) == (tp == 1), "ranks have partial sums"

@@ -59,7 +59,7 @@ def test_the_defaults_send_no_parameter_that_changes_the_distribution():
 
 def test_groups_of_different_sizes_have_responses_with_numbers_of_their_own():
     requests = [PromptRequest(0, 11, 0, size=1), PromptRequest(1, 12, 0, size=3), PromptRequest(2, 13, 0, size=2)]
-    groups, params = sample(requests, responses_per_prompt=2, most_responses=4)
+    groups, params = sample(requests, responses_per_prompt=2, max_group_size=4)
     assert [[t.token_ids for t in group.trajectories] for group in groups] == [[[11]], [[12]] * 3, [[13]] * 2]
     numbers = [0, 4, 5, 6, 8, 9]
     assert [each["sampling_seed"] for each in params] == [response_seed(5, 0, number) for number in numbers]

@@ -252,5 +252,5 @@ def test_the_points_of_a_sweep_take_the_same_names(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "plan_fitting_run", plan)
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="enough"):
-        launcher.check_point(tmp_path, [f"model.path=file://{tmp_path}/model", "run.dir=x"])
+        launcher.validate_point(tmp_path, [f"model.path=file://{tmp_path}/model", "run.dir=x"])
     assert planned == [str(tmp_path / "model")]

@@ -297,7 +297,7 @@ def test_zero_without_advantage_is_declared_correctly(name):
         case.advantages[:] = 0.0
         value, gradient = loss_and_gradient(loss, case, np.ones(len(case.old)))
         zero = zero and value == 0 and not gradient.any()
-    assert loss.zero_without_advantage == zero
+    assert loss.zero_at_zero_advantage == zero
 
 
 POLICY_GRADIENTS = [

@@ -79,7 +79,7 @@ def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, sha
     for rank in range(cp_size):
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, rows, batch, packer)
-        assert len(micro.tokens) == len(micro.packed.source) and micro.num_sampled == len(order)
+        assert len(micro.tokens) == len(micro.packed.token_index) and micro.num_sampled == len(order)
         targets = micro.targets.tolist()
         assert targets == [order[index] for index in micro.local_sampled.tolist()]
         assert micro.tokens[micro.predictor_index].tolist() == [expected[token] for token in targets]
@@ -88,7 +88,7 @@ def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, sha
         assert micro.weights.tolist() == [row_of[token] / 7 for token in targets]
         assert micro.weights.dtype == torch.float64
         predicted += micro.local_sampled.tolist()
-        real = torch.from_numpy(micro.packed.source >= 0)
+        real = torch.from_numpy(micro.packed.token_index >= 0)
         computed += micro.tokens[real].tolist()
         assert not micro.tokens[~real].any(), "padding is token 0, which every vocabulary has"
     assert sorted(predicted) == list(range(len(order)))
@@ -128,7 +128,7 @@ def test_each_mtp_layer_predicts_a_sampled_token_once_from_earlier_tokens_of_its
                 assert micro.tokens[index] == whole[row][position - 1 - depth]
                 assert later[index] == whole[row][position - 1], "the layer reads the token before its target"
             predicted[depth - 1] += mtp.targets.tolist()
-            assert not later[torch.from_numpy(micro.packed.source < 0)].any()
+            assert not later[torch.from_numpy(micro.packed.token_index < 0)].any()
     for depth, tokens in enumerate(predicted, 1):
         assert sorted(tokens) == sorted(token for token, (_, position) in place.items() if position > depth)
 

@@ -54,7 +54,7 @@ def own(user_file) -> AlgorithmParts:
 
 def test_the_functions_of_the_documentation_are_an_algorithm(own):
     assert own.needs == {"values", "entropies", "rollout_logprobs", "sum_pi_squared"}
-    assert not own.objective.zero_without_advantage and not own.objective.uses_entropy
+    assert not own.objective.zero_at_zero_advantage and not own.objective.uses_entropy
     case, rng = make_case(0), np.random.default_rng(0)
     total, rewards = len(case.old), np.array([1.0, 0.0, 1.0, 0.0, 2.0])
     columns = {

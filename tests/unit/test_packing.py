@@ -42,7 +42,7 @@ def all_ranks(segments: list[Segment], cp_size: int, tp_multiple: int) -> list[P
 
 def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[int]]]:
     """Yield (row of a query of `rank`, rows of its keys) as the attention calls say. Rows are numbered over all ranks."""
-    packed, local = packs[rank], len(packs[rank].source)
+    packed, local = packs[rank], len(packs[rank].token_index)
     queries = range(local) if packed.query_index is None else packed.query_index.tolist()
     keys = range(local * len(packs)) if packed.key_index is None else packed.key_index.tolist()
     query = key = 0
@@ -60,7 +60,7 @@ def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[in
 def test_every_token_is_on_one_rank(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
     total = sum(segment.length for segment in segments)
-    held = [token for packed in packs for token in packed.source.tolist() if token >= 0]
+    held = [token for packed in packs for token in packed.token_index.tolist() if token >= 0]
     assert sorted(held) == list(range(total))
     assert {packed.num_tokens for packed in packs} == {total}
 
@@ -69,14 +69,14 @@ def test_every_token_is_on_one_rank(segments, cp_size, tp_multiple):
 @given(trees(), cp_sizes, tp_multiples)
 def test_ranks_have_equal_token_counts_and_little_padding(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
-    (local,) = {len(packed.source) for packed in packs}
+    (local,) = {len(packed.token_index) for packed in packs}
     assert local % tp_multiple == 0
     # A segment gets less padding than it has chunks. The last segment is also padded to the next common multiple.
     chunks = 2 * cp_size if cp_size > 1 else 1
     most = (chunks - 1) * len(segments) + lcm(chunks, cp_size * tp_multiple) - chunks
     assert 0 <= local * cp_size - packs[0].num_tokens <= most
     for packed in packs:
-        pads = torch.from_numpy(packed.source < 0)
+        pads = torch.from_numpy(packed.token_index < 0)
         assert torch.equal(pads, torch.zeros_like(pads) if packed.padding is None else packed.padding)
 
 
@@ -85,7 +85,7 @@ def test_ranks_have_equal_token_counts_and_little_padding(segments, cp_size, tp_
 def test_positions_count_from_the_start_of_the_root_segment(segments, cp_size, tp_multiple):
     expected = positions(segments)
     for packed in all_ranks(segments, cp_size, tp_multiple):
-        for token, position in zip(packed.source.tolist(), packed.position_ids.tolist(), strict=True):
+        for token, position in zip(packed.token_index.tolist(), packed.position_ids.tolist(), strict=True):
             assert position == expected[token] if token >= 0 else position >= 0
         assert packed.max_position == packed.position_ids.max()
 
@@ -95,8 +95,8 @@ def test_positions_count_from_the_start_of_the_root_segment(segments, cp_size, t
 def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
     for packed in all_ranks(segments, cp_size, tp_multiple):
         for token, place in enumerate(packed.local_index.tolist()):
-            assert packed.source[place] == token if place >= 0 else token not in packed.source
-        for place, token in enumerate(packed.source.tolist()):
+            assert packed.token_index[place] == token if place >= 0 else token not in packed.token_index
+        for place, token in enumerate(packed.token_index.tolist()):
             assert token < 0 or packed.local_index[token] == place
 
 
@@ -104,7 +104,7 @@ def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
 @given(trees(), cp_sizes, tp_multiples)
 def test_attention_calls_list_exactly_the_tokens_that_each_token_attends_to(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
-    source = [token for packed in packs for token in packed.source.tolist()]  # token of each gathered row
+    source = [token for packed in packs for token in packed.token_index.tolist()]  # token of each gathered row
     expected = [set(row.nonzero()[0].tolist()) for row in visible(segments)]
     ends = [sum(s.length for s in segments[: number + 1]) - 1 for number in range(len(segments))]
     whole = {
@@ -152,7 +152,7 @@ def test_cu_seqlens_are_the_padded_lengths_of_all_ranks(segments, cp_size, tp_mu
     for packed in packs:
         sums = packed.cu_seqlens_q.tolist()
         sizes = [end - start for start, end in pairwise(sums)]
-        assert sums[0] == 0 and sums[-1] == len(packed.source) * cp_size
+        assert sums[0] == 0 and sums[-1] == len(packed.token_index) * cp_size
         assert all(size >= segment.length for size, segment in zip(sizes, segments, strict=True))
         assert all(size % (2 * cp_size) == 0 for size in sizes) or cp_size == 1
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(sizes)
@@ -420,7 +420,7 @@ def check_attention(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     columns = [
-        random(len(packed.source), n, width) for n in (heads[0], heads[1], heads[1])
+        random(len(packed.token_index), n, width) for n in (heads[0], heads[1], heads[1])
     ]  # padding tokens have random values too
     where = torch.from_numpy(packed.local_index)
     cotangent = random(packed.num_tokens, heads[0] * width)

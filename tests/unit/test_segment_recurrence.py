@@ -106,11 +106,11 @@ def test_ranks_find_their_tokens_in_the_gathered_rows(segments, cp):
     packs = [pack(segments, CPU, cp_rank=rank, cp_size=cp, multiple=2) for rank in range(cp)]
     plans = [RecurrencePlan.of(one, 4, CPU) for one in packs]
     total = sum(s.length for s in segments)
-    gathered = torch.from_numpy(np.concatenate([one.source for one in packs]))
+    gathered = torch.from_numpy(np.concatenate([one.token_index for one in packs]))
     for one, plan in zip(packs, plans, strict=True):
         assert plan.select_tokens(gathered).tolist() == list(range(total))
         rows = plan.to_rows(torch.arange(1, total + 1)[:, None])[:, 0] - 1
-        assert rows.tolist() == one.source.tolist(), "padding is zero"
+        assert rows.tolist() == one.token_index.tolist(), "padding is zero"
 
 
 def test_without_context_parallelism_only_the_end_of_a_pack_is_padding():

@@ -183,9 +183,9 @@ def test_the_hooks_in_the_engine_record_each_batch_until_its_result_is_processed
 
 
 def test_an_error_in_a_hook_is_logged_once_and_never_reaches_the_engine(own_records):
-    from mrl.rollout.engines.batch_spans import harmless, note_launch
+    from mrl.rollout.engines.batch_spans import log_first_error, note_launch
 
-    hook = harmless(note_launch.__wrapped__)
+    hook = log_first_error(note_launch.__wrapped__)
     for _ in range(3):
         hook("no scheduler", "no batch")
     (record,) = own_records()

@@ -42,7 +42,7 @@ def chosen_by_reference(columns: Columns, segments: list[Segment], topk: int) ->
 
 def rows_of_rank(column: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
     """Return the rows of one rank. The rows of padding tokens are so large that a query would choose them if it could."""
-    source = torch.from_numpy(packed.source)
+    source = torch.from_numpy(packed.token_index)
     rows = column[source.clamp(min=0)].clone()
     rows[source < 0] = 100.0
     return rows
@@ -52,10 +52,10 @@ def chosen_in_packs(columns: Columns, packs: list[PackedSequences], topk: int) -
     """Return the same sets for a pack on all context-parallel ranks, from the masks of the attention calls."""
     query, key, weights = columns
     keys = torch.cat([rows_of_rank(key, packed) for packed in packs])
-    source = np.concatenate([packed.source for packed in packs])
+    source = np.concatenate([packed.token_index for packed in packs])
     chosen: dict[int, set[int]] = {}
     for packed in packs:
-        queries = np.arange(len(packed.source)) if packed.query_index is None else packed.query_index.numpy()
+        queries = np.arange(len(packed.token_index)) if packed.query_index is None else packed.query_index.numpy()
         key_index = np.arange(len(keys)) if packed.key_index is None else packed.key_index.numpy()
         first_query = first_key = 0
         for call in packed.calls:
@@ -64,7 +64,7 @@ def chosen_in_packs(columns: Columns, packs: list[PackedSequences], topk: int) -
             of_query, of_heads = (rows_of_rank(column, packed)[own] for column in (query, weights))
             masks = choose_keys(of_query, keys[read], of_heads, call, topk).flatten(0, 1).numpy()
             others = source[read].reshape(call.count, call.num_keys).repeat(call.num_queries, 0)
-            for token, mask, other in zip(packed.source[own].tolist(), masks, others, strict=True):
+            for token, mask, other in zip(packed.token_index[own].tolist(), masks, others, strict=True):
                 if token >= 0:
                     assert token not in chosen and (other[mask] >= 0).all(), "a real token attends to padding"
                     chosen[token] = set(other[mask].tolist())

@@ -85,16 +85,16 @@ def test_steps_in_the_order_of_drawing_have_no_length_bias():
     bias = LengthBias()
     for step in range(6):
         numbers = bias.update(step_of({2 * step: 10, 2 * step + 1: 90}), {})
-        assert numbers == {"rollout/length_selected_ratio": 1.0}
+        assert numbers == {"rollout/trained_length_ratio": 1.0}
 
 
 def test_the_bias_of_fast_groups_shows_until_the_slow_ones_are_trained():
     bias = LengthBias(num_steps=1)
     assert bias.update(step_of({0: 10, 2: 10}), {1: group_of(100)}) == {
-        "rollout/length_selected_ratio": pytest.approx(10 / 55)
+        "rollout/trained_length_ratio": pytest.approx(10 / 55)
     }, "compared with prompt requests 1 and 2"
     found = bias.update(step_of({1: 100, 3: 10}), {})
-    assert found == {"rollout/length_selected_ratio": pytest.approx(55 / 10)}, "compared with prompt requests 2 and 3"
+    assert found == {"rollout/trained_length_ratio": pytest.approx(55 / 10)}, "compared with prompt requests 2 and 3"
 
 
 def test_the_comparison_ends_before_the_first_unfinished_group():
@@ -106,7 +106,7 @@ def test_the_comparison_ends_before_the_first_unfinished_group():
 def test_a_dropped_group_counts_as_the_longest_of_its_step():
     bias = LengthBias(num_steps=1)
     found = bias.update(step_of({0: 10, 2: 30}, dropped=[1, 3]), {})
-    assert found == {"rollout/length_selected_ratio": pytest.approx(20 / 30)}
+    assert found == {"rollout/trained_length_ratio": pytest.approx(20 / 30)}
 
 
 def test_lengths_of_old_requests_are_discarded():

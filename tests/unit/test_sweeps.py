@@ -362,7 +362,7 @@ def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
         found = grid_points(swept)
         assert len(found) >= 4
         for point in found:
-            launcher.check_point(tmp_path / name, [*fixed, *point])
+            launcher.validate_point(tmp_path / name, [*fixed, *point])
 
 
 RECORDED_POINT = """
@@ -387,7 +387,7 @@ def fast_points(monkeypatch):
 
     monkeypatch.setattr(launcher, "start_point", start)
     for module in (launcher, sweepers):
-        monkeypatch.setattr(module, "check_point", lambda folder, overrides: 1)
+        monkeypatch.setattr(module, "validate_point", lambda folder, overrides: 1)
     monkeypatch.setattr(LocalRunner, "poll_s", 0.05)
 
 

@@ -42,8 +42,8 @@ def test_the_restriction_to_the_largest_entropies_keeps_what_the_other_loss_decl
     batch.columns["entropies"] = np.random.default_rng(4).exponential(size=100).astype(np.float32)
     both = TopEntropy(KLCov(fraction=0.1), 0.5).extra_columns(batch, advantages, np.random.default_rng(0))
     assert both.keys() == {"kl_cov", "top_entropy"} and both["kl_cov"].sum() == 10 and both["top_entropy"].sum() == 50
-    assert TopEntropy(KLCov()).needs == {"old_logprobs", "entropies"} and not TopEntropy(KLCov()).zero_without_advantage
-    assert TopEntropy(PPOClip()).needs == {"entropies"} and TopEntropy(PPOClip()).zero_without_advantage
+    assert TopEntropy(KLCov()).needs == {"old_logprobs", "entropies"} and not TopEntropy(KLCov()).zero_at_zero_advantage
+    assert TopEntropy(PPOClip()).needs == {"entropies"} and TopEntropy(PPOClip()).zero_at_zero_advantage
     _, metrics = TopEntropy(PPOClip())(loss_inputs(make_case(0)))
     assert metrics.keys() == PPOClip()(loss_inputs(make_case(0)))[1].keys()
 

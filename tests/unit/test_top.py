@@ -45,7 +45,7 @@ def register(run_dir, name, role, pid, *, host=HOST, started=None, activities=()
 
 
 def write_steps(run_dir, count):
-    names = {"reward/mean": 0.1, "time/step_s": 2.0, "throughput/tokens_per_s": 1000, "rollout/age_max_versions": 1}
+    names = {"reward/mean": 0.1, "time/step_s": 2.0, "throughput/tokens_per_s": 1000, "rollout/staleness_max": 1}
     lines = [{"step": step, **names, "weight_sync/version": step} for step in range(1, count + 1)]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

@@ -42,7 +42,7 @@ def register_hooks() -> None:
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", record_batch, HookType.AFTER)
 
 
-def harmless(hook: Callable[..., None]) -> Callable[..., None]:
+def log_first_error(hook: Callable[..., None]) -> Callable[..., None]:
     """Wrap a hook so that it logs its first error and then does nothing. An uncaught error would end the SGLang server."""
     failed = False
 
@@ -59,7 +59,7 @@ def harmless(hook: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-@harmless
+@log_first_error
 def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     """Note the start of a batch. Hook that runs before Scheduler.run_batch."""
     is_prefill, responses = batch.forward_mode.is_extend(), len(batch.reqs)
@@ -68,7 +68,7 @@ def note_launch(scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     _launched.append(_Launch(name, time.time(), responses, tokens or 0, len(scheduler.waiting_queue)))
 
 
-@harmless
+@log_first_error
 def record_batch(result: None, scheduler: Any, batch: Any, *_: object, **__: object) -> None:
     """Record the oldest batch that was launched. Hook that runs after Scheduler.process_batch_result."""
     from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang

@@ -4,8 +4,8 @@ SGLang calls `record_forward` in each of its scheduler processes (server argumen
 hook on the modules of the model. The hook does nothing until a request file lies in the folder of the recording. Then it writes
 the outputs of all modules of the next forward pass, and the model weights that the request names.
 
-`engine_trace` renames the recorded tensors: it maps SGLang's modules to the places that mrl.workers.forward_trace records in a
-trainer.
+`engine_trace` renames the recorded tensors: it maps SGLang's modules to the trace points that mrl.workers.forward_trace records
+in a trainer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from numpy.typing import NDArray
 from models.architecture import Architecture
 from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
 
-Arrays = dict[str, NDArray]  # name -> tensor. Names: MODULE/out0, MODULE/in0, weight/PARAMETER, or places of the trace
+Arrays = dict[str, NDArray]  # name -> tensor. Names: MODULE/out0, MODULE/in0, weight/PARAMETER, or trace points
 
 REQUEST = "request.json"
 """File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
-_CONCATENATED += ("gate", "up", "activation")  # at these places, each tensor-parallel rank has a slice of the last axis
+_CONCATENATED += (
+    "gate",
+    "up",
+    "activation",
+)  # at these trace points, each tensor-parallel rank has a slice of the last axis
 _PARTIAL_SUMS = (
     "attention_output",
     "mlp_output",
     "routed_experts",
     "shared_experts",
-)  # with several ranks, each rank has only a part of the sum, so these places are not compared
+)  # with several ranks, each rank has only a part of the sum, so these trace points are not compared
 
 
 def recording_args(folder: str | Path) -> dict[str, Any]:
@@ -174,19 +178,19 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
 
 
 def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
-    """Return place -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
+    """Return point -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
     traces = [_rank_trace(arrays, arch, len(ranks)) for arrays in ranks]
     if len(traces) == 1:
         return traces[0]
     merged = {}
     copies = max(1, len(ranks) // arch.transformer["num_query_groups"])  # number of ranks with the same key/value heads
-    for place, array in traces[0].items():
-        name = place.rpartition(".")[2]
+    for point, array in traces[0].items():
+        name = point.rpartition(".")[2]
         if name in _CONCATENATED:
             step = copies if name in ("key", "value", "normed_key", "rotated_key") else 1
-            array = np.concatenate([trace[place] for trace in traces[::step]], axis=-1)
+            array = np.concatenate([trace[point] for trace in traces[::step]], axis=-1)
         if name not in _PARTIAL_SUMS:
-            merged[place] = array
+            merged[point] = array
     return merged
 
 
@@ -199,22 +203,22 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
         prefix = f"model.layers.{layer}."
         module = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
         # The layers of a model with post-norms have other norms under these names.
-        places = {} if "post_norms" in arch.parts else _norms(module)
+        points = {} if "post_norms" in arch.parts else _norms(module)
         if layer == 0:
-            places.setdefault("input", trace["embedding"])
-        places |= _latent_attention(module, arch) if arch.has_latent_attention else _attention(module, arch, num_ranks)
-        places |= _mixture_of_experts(module, arch) if arch.is_moe(layer) else _dense_mlp(module)
-        trace |= {f"layers.{layer}.{place}": array for place, array in places.items()}
+            points.setdefault("input", trace["embedding"])
+        points |= _latent_attention(module, arch) if arch.has_latent_attention else _attention(module, arch, num_ranks)
+        points |= _mixture_of_experts(module, arch) if arch.is_moe(layer) else _dense_mlp(module)
+        trace |= {f"layers.{layer}.{point}": array for point, array in points.items()}
     return trace
 
 
 def _pick(module: Arrays, **names: str) -> Arrays:
-    """Return place -> array for those modules of the layer that the engine ran. `names`: place -> name of the array."""
-    return {place: module[name] for place, name in names.items() if name in module}
+    """Return point -> array for those modules of the layer that the engine ran. `names`: point -> name of the array."""
+    return {point: module[name] for point, name in names.items() if name in module}
 
 
 def _norms(module: Arrays) -> Arrays:
-    """Return place -> array for the two norms of a layer. The second output of an SGLang norm is the input of the norm."""
+    """Return point -> array for the two norms of a layer. The second output of an SGLang norm is the input of the norm."""
     norm, second = "input_layernorm", "post_attention_layernorm"
     return _pick(
         module,
@@ -226,11 +230,11 @@ def _norms(module: Arrays) -> Arrays:
 
 
 def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
-    """Return place -> array for attention. The inputs of RadixAttention are the queries and keys after norm and rotation."""
+    """Return point -> array for attention. The inputs of RadixAttention are the queries and keys after norm and rotation."""
     fused = module["self_attn.qkv_proj/out0"]
     kv = max(arch.sizes["kv"] // num_ranks, arch.sizes["head_dim"])  # width of the keys, or of the values, of one rank
     query, key, value = np.split(fused, [fused.shape[1] - 2 * kv, fused.shape[1] - kv], axis=1)
-    places = dict(query=query, key=key, value=value) | _pick(
+    points = dict(query=query, key=key, value=value) | _pick(
         module,
         normed_query="self_attn.q_norm/out0",
         normed_key="self_attn.k_norm/out0",
@@ -239,34 +243,34 @@ def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
         attention="self_attn.o_proj/in0",
         attention_output="self_attn.o_proj/out0",
     )
-    return {name: array.reshape(len(fused), -1) for name, array in places.items()}
+    return {name: array.reshape(len(fused), -1) for name, array in points.items()}
 
 
 def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
-    """Return place -> array for multi-head latent attention.
+    """Return point -> array for multi-head latent attention.
 
     A query has `width` components, and RoPE rotates the last `rope` of them. RoPE also rotates one key that all heads share.
-    The place `normed_query` has only these `rope` components of each query.
+    The trace point `normed_query` has only these `rope` components of each query.
     """
     t = arch.transformer
     rope, width = t["qk_pos_emb_head_dim"], t["qk_head_dim"] + t["qk_pos_emb_head_dim"]
     names = dict(attention="self_attn.o_proj/in0", attention_output="self_attn.o_proj/out0")
-    places = _pick(
+    points = _pick(
         module, query_latent="self_attn.q_a_layernorm/out0", key_latent="self_attn.kv_a_layernorm/out0", **names
     )
     query = module.get("self_attn.q_b_proj/out0", module.get("self_attn.q_proj/out0"))
     if query is not None:
         tokens = len(query)
-        places["query"] = query.reshape(tokens, -1)
-        places["normed_query"] = halves(query.reshape(tokens, -1, width)[..., -rope:]).reshape(tokens, -1)
+        points["query"] = query.reshape(tokens, -1)
+        points["normed_query"] = halves(query.reshape(tokens, -1, width)[..., -rope:]).reshape(tokens, -1)
     down = module.get("self_attn.fused_qkv_a_proj_with_mqa/out0", module.get("self_attn.kv_a_proj_with_mqa/out0"))
     if down is not None:
-        places["normed_key"] = halves(down[:, -rope:])
-    for place, index in (("rotated_query", 0), ("rotated_key", 1)):
+        points["normed_key"] = halves(down[:, -rope:])
+    for point, index in (("rotated_query", 0), ("rotated_key", 1)):
         if (rotated := module.get(f"self_attn.rotary_emb/out{index}")) is not None:
             pairs = rotated.reshape(len(rotated), -1, rope)
-            places[place] = halves(pairs).reshape(len(rotated), -1)
-    return places
+            points[point] = halves(pairs).reshape(len(rotated), -1)
+    return points
 
 
 def halves(pairs: NDArray) -> NDArray:
@@ -275,16 +279,16 @@ def halves(pairs: NDArray) -> NDArray:
 
 
 def _dense_mlp(module: Arrays) -> Arrays:
-    places = _pick(module, activation="mlp.down_proj/in0", mlp_output="mlp.down_proj/out0")
+    points = _pick(module, activation="mlp.down_proj/in0", mlp_output="mlp.down_proj/out0")
     if (fused := module.get("mlp.gate_up_proj/out0")) is not None:
-        places["gate"], places["up"] = np.split(fused, 2, axis=-1)
-    return places
+        points["gate"], points["up"] = np.split(fused, 2, axis=-1)
+    return points
 
 
 def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
-    """Return place -> array for an MoE layer. `routing` has, for each token, the weights of its experts; 0 for all others."""
+    """Return point -> array for an MoE layer. `routing` has, for each token, the weights of its experts; 0 for all others."""
     block = "mlp" if "mlp.topk/out0" in module else "block_sparse_moe"
-    places = _pick(
+    points = _pick(
         module,
         router_logits=f"{block}.gate/out0",
         shared_experts=f"{block}.shared_experts.down_proj/out0",
@@ -298,13 +302,13 @@ def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
         for slot in range(ids.shape[1]):
             rows = np.flatnonzero(chosen[:, slot])
             routing[rows, ids[rows, slot]] = weights[rows, slot]
-        places["routing"] = routing
-    if "mlp_output" in places:
-        places["routed_experts"] = places["mlp_output"] - places.get("shared_experts", 0)
+        points["routing"] = routing
+    if "mlp_output" in points:
+        points["routed_experts"] = points["mlp_output"] - points.get("shared_experts", 0)
         experts = module.get(f"{block}.experts/out0")
-        if experts is not None and "routing" in places:
-            places["routing"] = places["routing"] * _factor(experts, places["routed_experts"])
-    return places
+        if experts is not None and "routing" in points:
+            points["routing"] = points["routing"] * _factor(experts, points["routed_experts"])
+    return points
 
 
 def _factor(experts: NDArray, routed: NDArray) -> np.float32:

@@ -29,7 +29,7 @@ from mrl.tracking.report.sample_table import no_samples_text
 from mrl.tracking.timeline import NOISE, SMALLEST_SHARE, RankWork, percent
 
 STANDARD_ERRORS_OF_A_CLEAR_CHANGE = 2.0  # a clear change of the mean reward exceeds this number of standard errors
-MOST = 0.5  # from this fraction on, failed or truncated responses explain a low reward
+LARGE_FRACTION = 0.5  # from this fraction on, failed or truncated responses explain a low reward
 MANY_TRUNCATED = 0.05  # from this fraction on, truncated responses are a problem
 MANY_EQUAL_GROUPS = 0.9  # from this fraction on, groups with equal rewards slow learning down
 MAX_NAMED_KEYS = 12  # number of changed config keys that an answer names
@@ -213,13 +213,13 @@ def _reward(run: RecordedRun) -> tuple[str, str, str]:
     mean = last["reward/mean"]
     start = f"In step {step} the mean reward is {number(mean)}"
     failed, truncated = last.get("reward/failed_fraction", 0.0), last.get("rollout/truncated_fraction", 0.0)
-    if failed >= MOST:
+    if failed >= LARGE_FRACTION:
         reason = (
             f"{percent(failed)} of the responses could not be scored and count as 0{_failure_text(run)}. "
             f"Correct the reward function; logs/rollout.log has the reasons."
         )
         return f"{start}, because {reason}", "bad", "samples"
-    if truncated >= MOST:
+    if truncated >= LARGE_FRACTION:
         limit = run.setting("rollout.max_response_tokens", "?")
         text = f"{percent(truncated)} of the responses are cut at rollout.max_response_tokens={limit} before they end"
         return f"{start}: {text}. Raise this key.", "bad", "samples"

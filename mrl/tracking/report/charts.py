@@ -34,7 +34,7 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Gradient norm", {"optim/grad_norm": "actor", "critic/grad_norm": "critic"}),
     ("Mismatch of trainer and engine", {"mismatch/logprob_abs_mean": "mean", "mismatch/logprob_abs_max": "largest"}),
     ("Clipped tokens", {"loss/clip_fraction": "clipped", "loss/dual_clip_fraction": "dual clip"}),
-    ("Staleness", {"rollout/age_mean_versions": "mean", "rollout/age_max_versions": "largest"}),
+    ("Staleness", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"}),
     ("Turns and tool calls", {"rollout/turns_mean": "turns", "rollout/tool_calls_mean": "tool calls"}),
     ("Failed tool calls", {"rollout/tool_errors_fraction": "failed"}),
     ("Critic", {"critic/explained_variance": "explained variance"}),
