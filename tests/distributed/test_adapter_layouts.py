@@ -46,6 +46,7 @@ def push_twice(rank: int, spec: ModelSpec, url: str, folder: str) -> list[SyncRe
     return [first, second]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [

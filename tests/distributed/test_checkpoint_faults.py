@@ -51,6 +51,7 @@ def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]
     return heard
 
 
+@pytest.mark.extended
 def test_every_rank_raises_the_cause_of_a_failed_save(run_ranks, tmp_path):
     make("dense", tmp_path / "model")
     dims = ParallelDims(dp=2)
@@ -147,6 +148,7 @@ def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDi
         return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.participates_in_export else {}
 
 
+@pytest.mark.extended
 def test_the_reference_can_be_loaded_under_another_layout(run_ranks, tmp_path):
     make("moe", tmp_path / "model")
     make_other = tmp_path / "other"

@@ -84,7 +84,7 @@ def blocks(run_ranks, folder):
     return {"whole": whole, "top_k": top, "with_rewards": whole}, groups
 
 
-@pytest.mark.extended_except("tp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_the_outputs_of_a_teacher_are_the_same_under_layout(run_ranks, folder, blocks, dims):
     expected, groups = blocks
@@ -128,7 +128,7 @@ def alone(run_ranks, folder, blocks) -> dict[str, StepTrace]:
     return found
 
 
-@pytest.mark.extended_except("tp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_a_step_is_the_same_under_layout(run_ranks, folder, blocks, alone, dims):
     ranks = run_ranks(dims, traces, folder, dims, *blocks, Packing(60), timeout_s=240)
@@ -137,6 +137,7 @@ def test_a_step_is_the_same_under_layout(run_ranks, folder, blocks, alone, dims)
         assert not [line for line in differences if not line.within], name
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", ["whole", "top_k"])
 def test_loss_and_gradients_equal_those_of_transformers(folder, blocks, alone, name):
     import torch

@@ -46,7 +46,7 @@ def exported(actor) -> dict[str, tuple[str, bytes]]:
     }
 
 
-@pytest.mark.extended_except("float32-one process")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(dp=2, ep=2), ParallelDims(tp=2, pp=2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_optimizer_steps_change_all_weights_except_those_of_the_indexers(run_ranks, tmp_path, dtype, dims):
@@ -91,6 +91,7 @@ def kept_keys(rank: int, folder, recompute: dict):
     return after_scoring, kept[0][1], kept_of_other, sorted(first.chosen_keys), sorted(second.chosen_keys)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["", "recompute"])
 def test_chosen_keys_are_kept_only_until_the_last_layer_has_read_them(run_ranks, tmp_path, recompute):
     folder = make_family("glm_moe_dsa", tmp_path, num_hidden_layers=4)
@@ -113,6 +114,7 @@ def calls_of_indexers(rank: int, folder):
     return len(calls), logits.numpy()
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(("topk", "expected_calls"), [(max(LENGTHS), 0), (min(LENGTHS), 2)])
 def test_an_indexer_computes_nothing_if_no_sequence_is_longer_than_its_choice(
     run_ranks, tmp_path, topk, expected_calls

@@ -67,6 +67,7 @@ def run_layers(rank: int, folder) -> tuple[int, float]:
     return len(tables), float((found - expected).detach().abs().max())
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "deepseek_v32", "gpt_oss"])
 def test_layers_share_the_angles_of_a_pack_and_the_attention_of_gpus_is_exact(run_ranks, tmp_path, name):
     ((tables, difference),) = run_ranks(ParallelDims(), run_layers, make_family(name, tmp_path))
@@ -118,7 +119,7 @@ BALANCED = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.extended_except("qwen3", "deepseek_v3")
+@pytest.mark.extended_except("qwen3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_forward_and_backward_pass_never_waits_for_the_device(run_ranks, tmp_path, name):
     """Tests the copy of packs to the device, layers, log-probability head, loss and metrics. Only experts may wait."""

@@ -125,7 +125,7 @@ CASES = [
 ]
 
 
-@pytest.mark.extended_except("tied-pp2 dp2")
+@pytest.mark.extended
 @pytest.mark.parametrize(("kind", "dims"), CASES, ids=str)
 def test_a_reduction_during_the_backward_pass_changes_no_bit(run_ranks, tmp_path, kind, dims):
     """Replicas without a micro-batch also take part in reductions. Other bucket sizes change only the order of summation."""
@@ -201,6 +201,7 @@ def megatrons_own_state(rank: int, path):
     return found
 
 
+@pytest.mark.extended
 def test_megatrons_own_checkpoint_format_shifts_state_with_several_buckets(run_ranks, tmp_path):
     """Therefore mrl describes the optimizer state itself. If this test fails, Megatron has corrected the offsets."""
     make("dense", tmp_path)

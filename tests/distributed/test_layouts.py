@@ -49,6 +49,7 @@ def policy_columns(rank: int, path, dims: ParallelDims, block: TokenBlock):
     return joined, np.concatenate(share.micro_batches)
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_policy_columns_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny_qwen3, tp, tied):
@@ -99,7 +100,7 @@ LAYOUTS_OF_COLUMNS = [
 ]
 
 
-@pytest.mark.extended_except("pp2 vpp2", "tp2 pp2 cp2 sp")
+@pytest.mark.extended_except("tp2 pp2 cp2 sp")
 @pytest.mark.parametrize("dims", LAYOUTS_OF_COLUMNS, ids=str)
 def test_policy_columns_are_the_same_under_every_layout(run_ranks, tmp_path, dims):
     """One forward pass computes log-probabilities, entropies and sums of squared probabilities."""
@@ -160,9 +161,7 @@ def export(rank: int, path, folder, dims: ParallelDims):
     make_actor(path, dims).export_hf(folder, {})
 
 
-@pytest.mark.extended_except(
-    "tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp", "glm-tp2 pp2 sp", "shared_sparse-tp2 pp2 sp"
-)
+@pytest.mark.extended_except("tied-tp2 pp2 dp2 sp", "moe-tp2 pp2 vpp2 ep2 etp1 sp")
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [
@@ -217,7 +216,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
     )
 
 
-@pytest.mark.extended_except("one process", "tp2 dp2 sp")
+@pytest.mark.extended_except("tp2 dp2 sp")
 @pytest.mark.parametrize(
     "dims", [ParallelDims(), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(tp=2, dp=2)], ids=str
 )

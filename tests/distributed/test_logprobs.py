@@ -112,6 +112,7 @@ def test_values_and_gradients_equal_log_softmax(run_ranks, tp):
         )
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(("vocab", "padded"), [(24, 24), (17, 24), (3, 8), (1, 4)])
 def test_padding_has_no_probability_even_on_a_rank_with_only_padding(run_ranks, vocab, padded):
     case = make_case(vocab=vocab, padded=padded)
@@ -234,6 +235,7 @@ def Created():
     return Mode()
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("dtype", "needs_entropy", "chunks"),
     [("float32", False, 2.0), ("bfloat16", False, 2.5), ("float32", True, 3.0), ("bfloat16", True, 3.0)],

@@ -203,7 +203,7 @@ def test_gradients_of_other_families(run_ranks, expected, kind, dims):
     check(reference, adapters, StepTrace.merge(run_ranks(dims, trace, lora_spec(model, dims, adapters))))
 
 
-@pytest.mark.extended_except("one process")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2, pp=2)], ids=str)
 def test_gradients_with_recomputation(run_ranks, expected, dims):
     from mrl.workers.trace_comparison import StepTrace
@@ -222,7 +222,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.extended_except("moe-dp2 ep2")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"), [("moe", dims) for dims in EXPERTS] + [("mamba_moe", ParallelDims(tp=2, ep=2, etp=1))], ids=str
 )

@@ -74,6 +74,7 @@ def export(rank: int, spec: ModelSpec) -> dict[str, np.ndarray]:
     return arrays(exported.items())
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2)], ids=str)
 def test_the_export_equals_w_plus_scaled_b_a_byte_for_byte(run_ranks, folders, dims, dtype):
@@ -137,6 +138,7 @@ def describe_initial_model(rank: int, spec: ModelSpec):
     return arrays(actor.adapters.export())
 
 
+@pytest.mark.extended
 def test_new_adapters_are_the_same_in_every_layout_and_change_nothing(run_ranks, folders):
     model, _ = folders
     expected = run_ranks(ONE, describe_initial_model, lora_spec(model, ONE))[0]
@@ -160,6 +162,7 @@ def use_reference(rank: int, spec: ModelSpec):
     assert 4 * num_trained <= actor._reference._memory.used <= 4 * num_trained + padding, "only adapters are copied"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("dims", [ONE, TP2PP2], ids=str)
 def test_the_reference_policy_is_the_base_model_without_a_second_copy(run_ranks, folders, dims):
     run_ranks(dims, use_reference, lora_spec(folders[0], dims))
@@ -192,6 +195,7 @@ def test_a_checkpoint_of_adapters_resumes_bit_for_bit(run_ranks, folders, tmp_pa
     assert len(tensors) == 4 * matrices and all(".lora." in key for key in tensors), "weight, main weight, two moments"
 
 
+@pytest.mark.extended
 def test_another_layout_loads_a_checkpoint_of_adapters(run_ranks, folders, tmp_path):
     spec = lora_spec(folders[0], TP2PP2)
     run_ranks(TP2PP2, save_and_continue, spec, tmp_path / "checkpoint")
@@ -220,6 +224,7 @@ def train_and_export(rank: int, spec: ModelSpec, folder):
     return exported, [np.frombuffer(values, np.float32) for values in logprobs(actor, rank)]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(tp=2)], ids=str)
 def test_transformers_with_the_exported_adapters_computes_the_same_logprobs(run_ranks, folders, tmp_path, dims):
     """Adds (alpha / r) B A x to each linear layer by hand, as PEFT does, and also loads the merged folder."""

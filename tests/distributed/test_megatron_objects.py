@@ -99,6 +99,7 @@ def adam_step(weight, gradient, decay: float, decoupled: bool):
     return weight - LR * (step + decay * weight * decoupled)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("decays_qk_norm", [False, True])
 def test_weight_decay_follows_the_settings_and_spares_the_norms(run_ranks, tmp_path, decoupled, decays_qk_norm):
@@ -136,7 +137,7 @@ def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
     return found
 
 
-@pytest.mark.extended_except("dp2")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, ParallelDims(dp=2), ParallelDims(pp=2)], ids=str)
 def test_the_budget_of_passes_without_gradients_changes_no_number(run_ranks, tmp_path, dims):
     """Outputs differ by rounding, because the micro-batches differ. The update afterwards is equal to the last bit."""

@@ -199,7 +199,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.extended_except("glm-dims13")
+@pytest.mark.extended
 @pytest.mark.parametrize(("kind", "dims"), LAYOUTS)
 def test_every_layout_computes_the_gradients_of_one_process(run_ranks, tmp_path, kind, dims):
     make_with_mtp(kind, tmp_path / "model", 1 if "recurrent" in kind else 2)
@@ -225,6 +225,7 @@ def step(rank: int, folder, dims: ParallelDims, coef: float | None, export=None,
     return report, {name: tensor.clone().numpy() for name, tensor in actor.export()} if dims.world_size == 1 else {}
 
 
+@pytest.mark.extended
 def test_the_policy_learns_the_same_with_and_without_training_of_its_mtp_layers(run_ranks, tmp_path):
     added = make_with_mtp("glm", tmp_path / "model")
     ((report, trained),) = run_ranks(ParallelDims(), step, tmp_path / "model", ParallelDims(), COEF)

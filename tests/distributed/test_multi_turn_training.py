@@ -71,7 +71,7 @@ def alone(run_ranks, folder) -> StepTrace:
     return found
 
 
-@pytest.mark.extended_except("tp2 cp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
 def test_a_step_on_conversations_is_the_same_under_layout(run_ranks, folder, alone, dims):
     found = StepTrace.merge(run_ranks(dims, trace, folder, dims, PACKED, PPO))

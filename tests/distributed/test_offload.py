@@ -370,6 +370,7 @@ def use_suspended_groups(rank: int, path, folder, dims: ParallelDims):
     return errors
 
 
+@pytest.mark.extended
 def test_a_save_ends_while_the_communicators_of_the_offloaded_model_are_suspended(run_ranks, tmp_path):
     """NCCL cannot use a suspended communicator. A collective on a suspended group therefore raises an error on a CPU, too."""
     make("dense", tmp_path / "model")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from models_for_layouts import groups_of_responses
 from tiny_families import make_family
 
@@ -29,6 +30,7 @@ def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     return report.maxima["optim/grad_norm"]
 
 
+@pytest.mark.extended
 def test_a_family_from_a_file_trains_like_a_built_in_family(run_ranks, tmp_path):
     from safetensors.torch import load_file
 

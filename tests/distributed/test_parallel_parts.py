@@ -31,6 +31,7 @@ def group_places(rank: int):
     return tuple(group.rank() for group in (tp, cp, dp, pp)), experts, summed, ends
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_rank_arithmetic_follows_megatron(run_ranks, dims):
     stage = dims.tp * dims.cp * dims.dp
@@ -107,6 +108,7 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
     return found
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("cp", [2, 3])
 def test_attention_under_context_parallelism_equals_attention_with_a_dense_mask(run_ranks, cp):
     import torch

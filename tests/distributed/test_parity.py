@@ -135,7 +135,7 @@ def test_replicas_that_share_a_copy_of_the_experts_run_equally_many_micro_batche
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 
-@pytest.mark.extended_except("tp2 pp2 cp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", CRITIC, ids=str)
 def test_a_critic(traced, dims):
     check(reference(traced, "dense", critic=True), traced("dense", dims, critic=True))
@@ -164,7 +164,7 @@ SINKS = layouts(
 )
 
 
-@pytest.mark.extended_except("tp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", SINKS, ids=str)
 def test_sinks_and_biased_experts(traced, dims):
     check(reference(traced, "gpt_oss"), traced("gpt_oss", dims))
@@ -180,7 +180,7 @@ def test_mistral_phi_and_seed_oss(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
-@pytest.mark.extended_except("ministral-cp2")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 sp0 pp2"), ids=str)
 @pytest.mark.parametrize("kind", ["glm_dense", "ministral", "smollm"])
 def test_derived_families(traced, kind, dims):
@@ -190,7 +190,7 @@ def test_derived_families(traced, kind, dims):
 POST_NORMS = layouts("tp2", "tp2 sp0", "pp2", "cp2", "pp2 vpp2", "tp2 cp2")
 
 
-@pytest.mark.extended_except("olmo3-tp2 cp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", POST_NORMS, ids=str)
 @pytest.mark.parametrize("kind", ["olmo2", "olmo3", "gemma"])
 def test_norms_of_whole_projections_and_windows(traced, kind, dims):
@@ -211,7 +211,7 @@ PACKINGS = (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=Fal
 SPARSE = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1", "tp2 cp2", "tp2 pp2 cp2")
 
 
-@pytest.mark.extended_except("shared_sparse-pp2")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", SPARSE, ids=str)
 @pytest.mark.parametrize("kind", ["sparse", "shared_sparse"])
 def test_sparse_attention(traced, kind, dims):
@@ -233,7 +233,7 @@ def test_sparse_attention_with_shared_prompts_and_recomputation(traced, kind):
 RECURRENT = layouts("tp2", "tp2 sp0", "pp2", "pp2 vpp2", "cp2", "cp3", "tp2 cp2", "dp2", "tp2 pp2 cp2")
 
 
-@pytest.mark.extended_except("recurrent-pp2")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("recurrent", dims) for dims in RECURRENT]
@@ -245,7 +245,7 @@ def test_gated_delta_nets(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
-@pytest.mark.extended_except("mamba-tp2 cp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("mamba", dims) for dims in RECURRENT]

@@ -130,7 +130,7 @@ def check_steps(run_ranks, folder, alone: dict[str, StepTrace], dims: ParallelDi
         assert not wrong, (name, wrong[:3])
 
 
-@pytest.mark.extended_except("tp2 pp2 sp")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
 def test_a_step_is_the_same_under_layout(run_ranks, folder, alone, dims):
     check_steps(run_ranks, folder, alone, dims)
@@ -166,7 +166,7 @@ def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
     return found
 
 
-@pytest.mark.extended_except("cp2")
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ParallelDims(cp=2), ParallelDims(tp=2, pp=2)], ids=str)
 def test_an_evaluation_computes_the_loss_of_a_step(run_ranks, folder, alone, dims):
     ranks = run_ranks(dims, evaluated, folder, dims)

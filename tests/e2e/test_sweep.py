@@ -3,7 +3,10 @@
 import csv
 import json
 
+import pytest
 
+
+@pytest.mark.extended
 def test_a_sweep_reports_its_points_and_why_one_failed(start_mrl, quickstart, tmp_path):
     folder = tmp_path / "sweep"
     arguments = [

@@ -227,7 +227,7 @@ def test_a_mistake_is_reported_with_its_cure_before_anything_starts(commands, in
     wait_until(lambda: not tagged(tag), 120)
 
 
-@pytest.mark.extended_except("a reward that raises")
+@pytest.mark.extended
 @pytest.mark.parametrize("mistake", AS_COMMANDS)
 def test_the_command_reports_a_mistake_in_the_same_way(start_mrl, inputs, bad_files, mistake):
     overrides, message = fill(mistake, inputs, bad_files, "")

@@ -179,6 +179,7 @@ def test_an_engine_that_refuses_adapters_is_reported_and_the_others_get_them(ser
     assert list(good.loaded) == [report.adapter] and (good.version, bad.version) == ("1", "0")
 
 
+@pytest.mark.extended
 def test_an_engine_whose_requests_still_use_old_adapters_is_reported_before_the_deadline_of_a_push(serve, push_to):
     good, busy = serve(AdapterEngine), serve(AdapterEngine, in_use=True)
     sync, _ = push_to(good, busy, timeout_s=4.0)
@@ -235,6 +236,7 @@ def planned(folder, tmp_path, *overrides):
     return config, plan_model(config, str(folder))
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -256,6 +258,7 @@ def test_settings_that_cannot_work_are_refused(models, tmp_path, overrides, mess
         check_adapter_sync(*planned(models["qwen3"], tmp_path, *overrides))
 
 
+@pytest.mark.extended
 def test_matrices_that_sglang_cannot_adapt_are_refused(models, tmp_path):
     with pytest.raises(ValueError, match="mrl sends no adapters to engines of models with latent attention"):
         check_adapter_sync(*planned(models["deepseek_v3"], tmp_path, "lora.targets=[o_proj]"))
@@ -292,6 +295,7 @@ def test_adapters_also_reach_engines_that_weights_on_gpus_cannot_reach():
     )
 
 
+@pytest.mark.extended
 def test_settings_that_hinder_colocated_engines_are_refused(models, tmp_path):
     shared = frozenset([frozenset(["actor", "engines"])])
     for override in (
@@ -312,6 +316,7 @@ def test_a_user_cannot_set_the_arguments_that_mrl_derives_from_the_adapters():
     check_synced_args({"lora_backend": "triton"})
 
 
+@pytest.mark.extended
 def test_engines_start_with_room_for_the_adapters_of_all_versions_in_use(models, tmp_path):
     targets = "lora.targets=[q_proj,v_proj,o_proj]"
     config, actor = planned(
@@ -330,6 +335,7 @@ def test_engines_start_with_room_for_the_adapters_of_all_versions_in_use(models,
     assert adapter_server_args(merged, actor) == {}
 
 
+@pytest.mark.extended
 def test_plan_sync_shows_the_bytes_of_a_push_of_adapters(models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # the plan writes the input files of the quickstart
     overrides = ["lora.targets=[q_proj,v_proj]", "rollout.num_engines=3", "rollout.engine_tp=2"]

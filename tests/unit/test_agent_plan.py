@@ -30,6 +30,7 @@ def test_the_calculator_experiment_has_an_agent_and_a_prefix_cache(inputs, tmp_p
     assert made.server_args["disable_radix_cache"] is False
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     "override",
     ["+sglang.disable_radix_cache=true", "weight_sync.pause_mode=in_place", "rollout.agent=null"],

@@ -74,6 +74,7 @@ def test_keys_are_known_and_the_file_starts_with_a_description(name):
     assert FILES[name].read_text().splitlines()[1].startswith("# ")
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("name", FILES)
 def test_the_parts_make_an_update(name):
     """From scored responses, the parts compute columns; from the columns, the loss of each token, its gradient and metrics."""
@@ -154,7 +155,7 @@ def test_nested_plug_ins_are_built():
     assert "values" in mixed.needs
 
 
-@pytest.mark.extended_after(4)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("algorithm", ["grpo", "policy_gradient"])
 def test_every_correction_is_a_part_of_an_algorithm(name, algorithm):

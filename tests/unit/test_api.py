@@ -16,6 +16,7 @@ from mrl.config.schema import Config
 OVERRIDES = ["experiment=quickstart", "run.dir=x", "rollout.prompts_per_step=16", "optim.lr=0.001"]
 
 
+@pytest.mark.extended
 def test_lists_dicts_and_configs_give_the_same_config():
     config = mrl.load_config(OVERRIDES)
     nested = {"experiment": "quickstart", "run": {"dir": "x"}, "rollout.prompts_per_step": 16, "optim": {"lr": 1e-3}}
@@ -57,6 +58,7 @@ def test_a_mistake_in_the_settings_is_a_value_error(settings, said):
         mrl.load_config(settings)
 
 
+@pytest.mark.extended
 def test_a_slurm_job_is_refused():
     with pytest.raises(ValueError, match="to submit a Slurm job, use the command"):
         mrl.train(["experiment=quickstart", "cluster=slurm", "run.dir=x"])
@@ -101,6 +103,7 @@ def test_an_unknown_attribute_names_the_functions():
         _ = mrl.nothing
 
 
+@pytest.mark.extended
 def test_a_program_with_a_hydra_of_its_own_keeps_it(tmp_path):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):

@@ -67,6 +67,7 @@ def lone(lengths, cost=SEVEN_B):
     return [PackingUnit((row,), int(length), cost(int(length))) for row, length in enumerate(lengths)]
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_row_is_in_one_unit_of_one_group(seed):
     batch = Ragged.of(seed)
@@ -76,6 +77,7 @@ def test_every_row_is_in_one_unit_of_one_group(seed):
     assert batch.share_prompts or all(len(unit.rows) == 1 for unit in units)
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tokens_and_cost_of_a_unit_are_those_of_the_tokens_it_computes(seed):
     batch = Ragged.of(seed)
@@ -86,6 +88,7 @@ def test_tokens_and_cost_of_a_unit_are_those_of_the_tokens_it_computes(seed):
         assert unit.cost == pytest.approx(each.sum())
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_holds_every_row_once_within_the_budget(seed):
     batch = Ragged.of(seed)
@@ -108,6 +111,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(seed):
     assert all(len(rows) == 1 for rows, tokens in tokens_of.items() if tokens > batch.max_tokens)
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_has_the_required_numbers_of_micro_batches(seed):
     batch = Ragged.of(seed)
@@ -126,6 +130,7 @@ def test_a_plan_has_the_required_numbers_of_micro_batches(seed):
     assert counts(True, 4) == [4 * -(-max(needed) // 4)] * batch.num_replicas
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_of_a_group_are_neighbors_and_others_are_sorted_by_length(seed):
     batch = Ragged.of(seed)
@@ -141,6 +146,7 @@ def test_rows_of_a_group_are_neighbors_and_others_are_sorted_by_length(seed):
                 assert (np.diff(lengths[pack]) >= 0).all()
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_batch_is_planned_identically(seed):
     first, second = (
@@ -158,6 +164,7 @@ def test_the_same_batch_is_planned_identically(seed):
     ]
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them_without_cuts(seed):
     batch = Ragged.of(seed)
@@ -168,6 +175,7 @@ def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them
     assert len(cut) >= len(uncut)
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("extra", [0, 1, 5])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_requested_number_of_packs_is_returned_exactly(seed, extra):
@@ -235,6 +243,7 @@ def test_partition_units_puts_every_unit_into_one_part(parts):
     assert rows_of([unit for part in cut for unit in part]) == list(range(37))
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("sigma", [0.5, 0.8, 1.3])
 @pytest.mark.parametrize("cost", [CostModel(), SEVEN_B], ids=["tokens", "flops"])

@@ -36,7 +36,7 @@ def config(*overrides: str):
     return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
 
 
-@pytest.mark.extended_except("overrides0-expected0")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -58,6 +58,7 @@ def test_a_budget_that_is_not_set_is_the_actors_for_the_same_kind_of_pass(overri
     assert found == [TokenBudgets(*budgets) for budgets in expected]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -118,6 +119,7 @@ def test_only_passes_without_gradients_have_the_larger_budget(monkeypatch):
         assert all(np.array_equal(one, other) for one, other in pairs), "the update does not depend on the other budget"
 
 
+@pytest.mark.extended
 def test_a_budget_may_change_without_new_samples():
     before, after = (
         config(),

@@ -66,6 +66,7 @@ def test_a_tokenizer_that_is_code_is_not_run(kimi):
         read_tokenizer(kimi)
 
 
+@pytest.mark.extended
 def test_engines_find_stop_texts_only_with_a_tokenizer_that_is_no_code(kimi):
     sampling = SamplingParams(8, stop=("\n",))
 

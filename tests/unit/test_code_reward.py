@@ -38,6 +38,7 @@ def scored(value: float, reason: str | None = None) -> Score:
     return Score(value, parts={"ended": float(reason is None), **reasons})
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     "program, tests",
     [
@@ -58,6 +59,7 @@ def test_a_correct_program_scores_one(program, tests):
     assert score(program, tests, partial=True) == scored(1.0)
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     "program, tests, fraction",
     [
@@ -123,6 +125,7 @@ def test_reasons_are_metrics():
     assert found["reward/ended_mean"] == found["reward/code_time_limit_mean"] == found["reward/failed_fraction"] == 0.0
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     "program",
     [
@@ -167,6 +170,7 @@ def test_a_response_without_code_scores_zero_with_a_reason():
     assert CodeExecution(whole_text=True)([row]) == [scored(1.0)]
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     "ground_truth, message",
     [

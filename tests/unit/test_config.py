@@ -47,6 +47,7 @@ def test_a_complete_config_becomes_typed_objects():
     assert config.optim.lr == 3e-4 and config.sft.steps == 5 and config.sft.batch_size == 128
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("key", "near"),
     [
@@ -84,6 +85,7 @@ def test_free_form_nodes_take_any_key():
     assert is_known("sglang.mem_fraction_static") and is_known("algorithm.loss.clip_low") and is_known("megatron.x")
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -122,12 +124,14 @@ def test_the_generated_pages_are_up_to_date():
     assert (folder / "metrics.md").read_text() == metrics_page(), "mrl config --metrics > docs/reference/metrics.md"
 
 
+@pytest.mark.extended
 def test_former_names_of_keys_lead_to_the_new_ones():
     for former, key in RENAMED_KEYS.items():
         assert not is_known(former) and f"did you mean {key!r}" in unknown_key_message(former)
         assert is_known(key) or key.startswith("hydra."), key
 
 
+@pytest.mark.extended
 def test_hydra_checks_types_and_choices_when_it_composes():
     with pytest.raises(ValueError, match=r"optim\.lr: Value 'fast'"):
         compose("optim.lr=fast")
@@ -135,6 +139,7 @@ def test_hydra_checks_types_and_choices_when_it_composes():
         compose("rollout.mode=asynk")
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -152,6 +157,7 @@ def test_a_value_that_does_not_fit_names_its_key(override, message):
         compose("model.path=m", override)
 
 
+@pytest.mark.extended
 def test_mrl_config_describes_keys(capsys):
     assert config_command.main(["optim.lr_schedule"]) == 0
     text = capsys.readouterr().out

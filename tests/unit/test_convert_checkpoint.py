@@ -56,6 +56,7 @@ def assert_same_tensors(found, expected) -> None:
         assert convert_checkpoint.is_bit_equal(a[name], tensor), name
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_converts_to_megatron_and_back_bit_exactly(tmp_path, name):
     model = make_family(name, tmp_path / "model")
@@ -133,6 +134,7 @@ def test_transformers_loads_the_shards(tmp_path):
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize("kind", ["to-megatron", "to-hf"])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_interrupted_conversion_resumes(tmp_path, kind, seed):

@@ -190,6 +190,7 @@ CORE_SEEDS = [*range(CORE), EXCHANGED_JSON]
 SEEDS = [*CORE_SEEDS, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(CORE, 200))]
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_damage_passes_in_silence(intact_run, caplog, seed):
     original, intact, folder = intact_run

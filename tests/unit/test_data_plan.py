@@ -53,6 +53,7 @@ def test_the_quickstart_has_training_and_held_out_prompts(inputs, tmp_path):
     assert not (tmp_path / "run").exists(), "nothing to list"
 
 
+@pytest.mark.extended
 def test_bad_and_overlong_rows_are_errors_unless_the_config_skips_them(inputs, tmp_path):
     listed = tmp_path / "run/bad_rows_train.jsonl"
     with pytest.raises(ValueError, match=r"2 of 22 rows cannot be used:\n.*row 20: not a JSON.*\n.*row 21.*70 tokens"):
@@ -68,6 +69,7 @@ def test_bad_and_overlong_rows_are_errors_unless_the_config_skips_them(inputs, t
     assert test is None and train.ground_truth(19) == "20"
 
 
+@pytest.mark.extended
 def test_a_mixture_and_named_test_sets_can_be_set_on_the_command_line(inputs, tmp_path):
     doubling = f"doubling:{{files:[{inputs}/train.parquet],weight:3}}"
     sums = f"sums:{{files:[{inputs}/plain.jsonl],columns:{{prompt:q,ground_truth:a}}}}"
@@ -83,6 +85,7 @@ def test_a_mixture_and_named_test_sets_can_be_set_on_the_command_line(inputs, tm
         plan(inputs, tmp_path, f"data.mixture={{{doubling}}}")
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -102,6 +105,7 @@ def test_a_mistake_in_the_data_section_names_its_key(inputs, tmp_path, override,
         plan(inputs, tmp_path, override)
 
 
+@pytest.mark.extended
 def test_prompts_leave_room_for_the_response(inputs, tmp_path):
     with pytest.raises(
         ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"
@@ -116,6 +120,7 @@ BY_SOURCE = ["reward=by_source", "reward.rewards.doubling.source=dou*", "reward.
 EXACT = "reward.rewards.doubling.reward._target_=mrl.rewards.rule_based.ExactMatch"
 
 
+@pytest.mark.extended
 def test_a_row_that_no_pattern_of_the_reward_matches_is_refused(inputs, tmp_path):
     train, test = plan(inputs, tmp_path, *BY_SOURCE, EXACT)
     assert (len(train), len(test)) == (40, 10)
@@ -132,6 +137,7 @@ def test_a_row_that_no_pattern_of_the_reward_matches_is_refused(inputs, tmp_path
     assert len(plan(inputs, tmp_path, *BY_SOURCE, EXACT, *sums, default)[0]) == 20
 
 
+@pytest.mark.extended
 def test_the_longest_responses_of_a_set_limit_its_prompts(inputs, tmp_path):
     def sets(limit: int) -> str:
         return f"data.test_sets={{long: {{files: [{inputs}/test.parquet], max_response_tokens: {limit}}}}}"
@@ -155,6 +161,7 @@ def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
         plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], reward: {none}}}}}")
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("node", "message"),
     [
@@ -168,6 +175,7 @@ def test_a_misspelled_key_of_a_set_has_a_hint(inputs, tmp_path, node, message):
         plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], {node}}}}}")
 
 
+@pytest.mark.extended
 def test_more_than_20_data_sources_are_a_warning_that_is_seen(inputs, tmp_path, caplog):
     rows = pq.read_table(inputs / "train.parquet").to_pylist()
     for number, row in enumerate(rows):
@@ -184,6 +192,7 @@ def test_more_than_20_data_sources_are_a_warning_that_is_seen(inputs, tmp_path, 
     )
 
 
+@pytest.mark.extended
 def test_stop_texts_need_engines_with_a_tokenizer(inputs, tmp_path):
     def server_args(*overrides):
         config = config_of(inputs, tmp_path, *overrides)
@@ -196,6 +205,7 @@ def test_stop_texts_need_engines_with_a_tokenizer(inputs, tmp_path):
         server_args(stop, "+sglang.skip_tokenizer_init=true")
 
 
+@pytest.mark.extended
 def test_another_chat_template_makes_another_warm_start(inputs, tmp_path):
     def made_from(*overrides):
         return warm_start_settings(config_of(inputs, tmp_path, *overrides))

@@ -258,6 +258,7 @@ def test_a_config_without_the_sizes_of_a_decoder_is_an_error():
 # SGLang's source
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("architecture", "fused", "experts"),
     [
@@ -327,7 +328,7 @@ def test_a_model_with_other_operators_is_never_derived(name):
     assert propose(tiny(name)).problems
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_derived_family_is_equal_to_the_built_in_one(name):
     """The derivation does not use the registry. The families agree on all tiny models of the architecture."""
@@ -346,6 +347,7 @@ def test_a_derived_family_is_equal_to_the_built_in_one(name):
     assert derived.engine_unsupported_parts == built_in.engine_unsupported_parts - PARTS_BY_HAND.get(name, frozenset())
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", ADOPTED)
 def test_an_adopted_family_is_the_file_that_the_command_writes(name):
     """The command gets the default config of transformers. The docstring, and the lines in HAND_EDITS, are written by hand."""
@@ -358,6 +360,7 @@ def test_an_adopted_family_is_the_file_that_the_command_writes(name):
     assert edits == HAND_EDITS.get(name, "").splitlines()
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("prefix", "lines"),
     [
@@ -402,7 +405,7 @@ def test_a_family_that_is_not_proven_is_not_written(tmp_path, capsys):
     assert output.read_text().startswith("# not proven: ")
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_derived_family_is_proven_and_written(tmp_path, capsys, name):
     model, output = tmp_path / "config.json", tmp_path / "mine.py"

@@ -143,6 +143,7 @@ def test_many_equal_nodes_share_one_row():
     assert len(text.splitlines()) < 20
 
 
+@pytest.mark.extended
 def test_the_picture_is_drawn(tmp_path):
     path = tmp_path / "gpus.png"
     draw_device_map(path, planned_device_map(make_pools(MIXED, PPO), 8), title="a run")

@@ -101,6 +101,7 @@ def planned(tmp_path, *overrides, teacher="Qwen3-8B", algorithm="distill_vocab")
     return config, parts, plan_models(config, parts.needs, weights=False)
 
 
+@pytest.mark.extended
 def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_layer(tmp_path):
     config, algorithm, models = planned(tmp_path, "roles.teacher.parallel.tp=2")
     check_distillation(config, algorithm, models)
@@ -114,6 +115,7 @@ def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_l
     assert top_k[1].needs == {"teacher_top_k"} and not teacher_output_layer_folders(top_k[0], top_k[1], {})
 
 
+@pytest.mark.extended
 def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_path):
     """Qwen3-8B has an output layer of 151936 x 4096 in bfloat16. With tp=2, each of the 8 ranks keeps half of it."""
     layout = ["cluster=h100", "cluster.nodes=1", "parallel.tp=2", "trainer.max_tokens_per_micro_batch=4096"]
@@ -125,6 +127,7 @@ def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_
     assert hosts["distill_top_k"].teachers == 0
 
 
+@pytest.mark.extended
 def test_only_a_loss_that_reads_sampled_tokens_is_corrected_by_default(tmp_path):
     both = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     assert planned(tmp_path, "rollout.mode=async")[1].objective.correction is None
@@ -142,6 +145,7 @@ def write_other_vocabulary(tmp_path, size: int):
 SERVED = "roles.teacher.num_engines=1"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "message"),
     [
@@ -169,6 +173,7 @@ def test_a_teacher_that_cannot_work_is_refused(tmp_path, algorithm, overrides, m
         check_distillation(config, parts, models)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("overrides", [[], [SERVED]])
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, overrides):
     larger = write_other_vocabulary(tmp_path, 151_937)
@@ -232,6 +237,7 @@ def test_each_teacher_teaches_its_data_sources_and_the_role_teacher_all_others(t
     )
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "sources", "message"),
     [
@@ -257,6 +263,7 @@ def test_data_sources_without_a_teacher_or_with_two_are_refused(tmp_path, overri
     check_taught_sources(with_default, build_algorithm(with_default), ["gsm8k", "math", "code", "chat"])
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -378,6 +385,7 @@ def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkey
         top_k_of_rows(lambda: [server.url], block, np.array([0]), 2, 0.2)
 
 
+@pytest.mark.extended
 def test_an_estimator_beside_distillation_reads_rewards(tmp_path):
     loss = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     for estimator, kind in (("GRPO", GRPO), ("GDPO", GDPO)):

@@ -14,6 +14,7 @@ export PATH=$LAB/bin:$PATH SLURM_JOB_NODELIST=h[0-2]
 """
 
 
+@pytest.mark.extended
 def test_a_healthy_machine_gives_no_finding(tmp_path):
     run = SimulatedHosts(tmp_path).run()
     assert run.findings == [] and run.statuses == {0: 0}

@@ -277,6 +277,7 @@ def test_findings_that_differ_in_their_hosts_are_merged_and_the_most_severe_come
     assert outliers(dict(a=1, b=1, c=2)) == dict(c=2) and outliers({}) == {}
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("kind", ["folder", "port"])
 def test_processes_exchange_values_and_time_out_for_a_missing_process(kind, tmp_path):
     lease = PortLease()
@@ -357,6 +358,7 @@ def test_an_error_in_the_config_is_a_finding(tmp_path):
         assert message in doctor.read_requirements(keys).mistakes[0]
 
 
+@pytest.mark.extended
 def test_requirements_are_derived_from_the_config(tmp_path):
     keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
     required = doctor.read_requirements([*keys, "parallel.tp=2", "parallel.dp=2"])
@@ -371,6 +373,7 @@ def test_requirements_are_derived_from_the_config(tmp_path):
     assert "parallel.tp=3 does not divide num_attention_heads" in mistake
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("keys", "refusal"),
     [
@@ -442,6 +445,7 @@ def test_a_broken_driver_does_not_matter_to_a_job_without_gpus(here):
         assert "no GPU can be used" in finding.what
 
 
+@pytest.mark.extended
 def test_a_preflight_check_of_another_job_does_not_count_as_a_busy_port():
     with serve_peers("nonce") as ports:
         assert busy_ports((ports["any"],)) == {}

@@ -118,6 +118,7 @@ def test_each_trained_row_is_in_one_micro_batch_of_one_replica(case, aggregation
     assert trained_rows(batches) == case.batch.rows.tolist()
 
 
+@pytest.mark.extended
 @many
 @given(cases(), aggregations)
 def test_the_batches_of_all_ranks_sum_to_the_loss_of_the_whole_batch(case, aggregation):

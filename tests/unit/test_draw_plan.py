@@ -56,6 +56,7 @@ def prompts_of(config):
     return load_prompt_datasets(config, plan_model(config, config.model.path), reward, plan_evaluations(config))[0]
 
 
+@pytest.mark.extended
 def test_the_keys_of_sampling_have_sglangs_names(config):
     assert plan_sampling(config()) == SamplingParams(7)
     own = plan_sampling(
@@ -68,7 +69,7 @@ def test_the_keys_of_sampling_have_sglangs_names(config):
     assert own.body() == body | dict(stop=["###"], stop_token_ids=[3])
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -97,6 +98,7 @@ def test_min_p_of_a_held_out_set_is_refused_too(config, inputs):  # noqa: F811
         check_sampling(own, plan_sampling(own), plan_evaluations(own), vocab_size=32)
 
 
+@pytest.mark.extended
 def test_stop_texts_of_the_run_need_engines_with_a_tokenizer(config):
     own = config("rollout.stop=['4']")
     assert tokenizer_args(own, plan_sampling(own), ()) == {"skip_tokenizer_init": False}
@@ -134,6 +136,7 @@ def test_what_training_does_not_correct_for_is_shown(config, warnings, overrides
         assert re.search(pattern, text)
 
 
+@pytest.mark.extended
 def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config):
     own = config(
         "++data.sampler._target_=mrl.data.samplers.Curriculum", "++data.sampler.column=index",
@@ -154,6 +157,7 @@ def broken_sampler(chosen):
     raise RuntimeError("no rows today")
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -185,6 +189,7 @@ def test_a_sampler_or_group_sizes_that_cannot_be_used_are_refused(config, overri
         plan_prompt_drawing(own, prompts_of(own))
 
 
+@pytest.mark.extended
 def test_epochs_end_a_run_at_the_smaller_of_both_limits(config, warnings):
     assert num_steps(config("trainer.max_steps=9"), 40) == 9
     sizes = ["rollout.prompts_per_step=6"]
@@ -220,6 +225,7 @@ def offline(config, inputs, tmp_path):  # noqa: F811
     return get
 
 
+@pytest.mark.extended
 def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(offline, config):
     rows = offline("data.offline.rows_per_step=5", "data.offline.advantage=0.7")
     groups = offline_groups(rows, 1)
@@ -237,7 +243,7 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
     assert (found[2] == -0.5).all() and (found[3] == -2.0).all() and np.isnan(found[1]).all()
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -21,6 +21,7 @@ apply_umask(Path("single.safetensors"))
 """
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_modes_follow_the_umask(tmp_path, umask):
     """By default, mkdtemp and safetensors create private files. The program has its own process, because it sets the umask."""

@@ -258,6 +258,7 @@ def test_no_more_than_max_concurrency_responses_are_sampled_at_once(serve_calls,
     assert server.busiest == 5
 
 
+@pytest.mark.extended
 def test_hundreds_of_responses_are_sampled_at_once(serve_calls, conversation):
     """One after the other, the responses would take 15 minutes."""
     server = serve_calls(delay_s=1.5)

@@ -75,6 +75,7 @@ print("megatron" in sys.modules and sys.modules["megatron"] is None)
 """
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name, hidden", [("__mp_main__", True), ("another_module", False)])
 def test_the_processes_of_a_server_cannot_import_megatron(name, hidden):
     """Megatron's import changes a setting of torch_memory_saver, so that a colocated engine could not capture CUDA graphs."""
@@ -261,6 +262,7 @@ def test_the_replacement_of_a_server_does_not_wait_for_the_offloaded_servers(sta
     pool.close()
 
 
+@pytest.mark.extended
 def test_a_server_that_keeps_ending_raises(start):
     pool, starts = start([READY, READY, *[FAILED] * 10])
     before = pool.wait_ready(10)

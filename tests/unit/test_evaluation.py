@@ -110,7 +110,7 @@ def brute_force(texts: list[str], k: int) -> tuple[float, float]:
     return float(np.mean(passes)), float(np.mean(majorities))
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
     found = evaluate(folder, config_of())
@@ -151,6 +151,7 @@ def test_stored_scores_are_used_unless_rescore_is_set(folder):
     assert not hasattr(ExactMatch(), "answer")
 
 
+@pytest.mark.extended
 def test_an_evaluation_writes_report_picture_and_scores(folder, tmp_path, capsys):
     config = config_of()
     found = evaluate(folder, config)
@@ -242,6 +243,7 @@ def test_the_output_names_the_reward_above_the_table(folder, tmp_path, capsys):
     assert shown.index(f'reward: {{"_target_": "{__name__}.LastWord"}}') < shown.index("overall")
 
 
+@pytest.mark.extended
 def test_inputs_that_cannot_be_evaluated_are_errors_with_the_reason(folder, tmp_path):
     with pytest.raises(ValueError, match=re.escape("evaluate.k=[8]: there are 4 responses to a prompt")):
         evaluate(folder, config_of(**{"evaluate.k": [8]}))
@@ -283,6 +285,7 @@ def write_jsonl(path, rows) -> str:
     return str(path)
 
 
+@pytest.mark.extended
 def test_validation_dumps_of_verl_are_scored(tmp_path, capsys):
     """Each row has one response, and the responses to a prompt are not adjacent."""
     lines = [
@@ -332,6 +335,7 @@ def test_samples_of_lm_evaluation_harness_count_once_for_all_filters(tmp_path):
     }
 
 
+@pytest.mark.extended
 def test_rows_of_other_tools_get_the_reward_of_their_source_or_ability(tmp_path):
     rows = [
         dict(prompt="a?", response="it is 7", ground_truth="7", data_source="words", kind="number"),
@@ -390,6 +394,7 @@ def test_columns_of_any_name_are_mapped_and_data_sources_are_kept_apart(tmp_path
     assert "did you mean 'completions'?" in str(wrong.value) and "name others with evaluate.columns" in str(wrong.value)
 
 
+@pytest.mark.extended
 def test_mistakes_in_foreign_files_name_file_row_and_column(folder, tmp_path):
     good = dict(prompt="a?", response="7", ground_truth="7")
     file = write_jsonl(

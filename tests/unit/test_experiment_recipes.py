@@ -38,7 +38,7 @@ def test_every_planned_recipe_is_labeled_and_checked_here():
     assert labeled == RECIPES.keys() | {SUPERVISED}
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_a_recipe_fits_on_whole_nodes_of_h100(experiment, tmp_path):
     config, (_, gpus) = planned(experiment, tmp_path), RECIPES[experiment]

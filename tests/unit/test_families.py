@@ -91,6 +91,7 @@ def test_no_ignored_field_is_read_by_a_family():
         assert not family.defaults.keys() & set(ignored)
 
 
+@pytest.mark.extended_after(20)
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

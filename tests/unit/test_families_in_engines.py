@@ -177,6 +177,7 @@ def test_sglang_scales_the_rotary_embeddings_of_gemma_in_layers_with_full_attent
     assert torch.equal(Gemma3RotaryEmbedding(config).inv_freq, read(known).rope.inv_freq())
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(("name", "is_refused"), [("olmo2", True), ("qwen3", False)])
 def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(fields, tmp_path, name, is_refused):
     """Both models have two key/value heads."""
@@ -193,6 +194,7 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
         engine_topology(config, actor)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "device", "is_refused"),
     [
@@ -235,6 +237,7 @@ def test_sglang_rotates_the_pairs_of_the_indexer_that_the_config_names(fields):
         family_of(config).check_engine(config, read(left))
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss", "deepseek_v32", "glm_moe_dsa"])
 def test_engines_of_some_families_need_gpus(fields, tmp_path, name):
     hf = HFConfig("config.json", fields(name))
@@ -245,6 +248,7 @@ def test_engines_of_some_families_need_gpus(fields, tmp_path, name):
         engine_topology(config, actor)
 
 
+@pytest.mark.extended
 def test_engine_ranks_that_share_an_expert_cannot_receive_biases(fields, tmp_path):
     hf = HFConfig("config.json", fields("gpt_oss"))
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))

@@ -147,6 +147,7 @@ def quantized_parameter(param):
     return values.view(param.shape), scales.view(*param.shape[:-2], *scales.shape[-2:])
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("bucket_bytes", [5000, 1 << 22])
 @pytest.mark.parametrize(
     ("family", "axes", "topology"),

@@ -43,6 +43,7 @@ def test_published_models_fit_the_blocks(model, overrides, tmp_path):
     assert not [name for name in scales if any(part in name for part in ("norm", "embed", "lm_head", ".gate."))]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("model", "overrides", "message"),
     [

@@ -168,6 +168,7 @@ def test_a_generation_holds_every_response_in_order(configure, inputs):
     assert first["score"] == float(first["response"] == "6000") and first["failure"] is None and first["parts"] == {}
 
 
+@pytest.mark.extended
 def test_a_resumed_generation_equals_an_uninterrupted_one(configure, tmp_path, monkeypatch):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
@@ -192,6 +193,7 @@ def test_a_resumed_generation_equals_an_uninterrupted_one(configure, tmp_path, m
     assert not list(plan.store.folder.glob("*.unfinished"))
 
 
+@pytest.mark.extended
 def test_a_finished_generation_says_so_and_starts_nothing(configure, capsys, monkeypatch):
     run(plan_generation(configure()))
     monkeypatch.setattr(EngineServer, "start", lambda self: pytest.fail("an engine was started"))
@@ -199,6 +201,7 @@ def test_a_finished_generation_says_so_and_starts_nothing(configure, capsys, mon
     assert "is finished: 51 responses to 17 prompts" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
     begun = configure()
     with plan_generation(begun).store:
@@ -227,6 +230,7 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
         plan_generation(configure(**{"generate.output": str(tmp_path / "full")}))
 
 
+@pytest.mark.extended
 def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
@@ -242,6 +246,7 @@ def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
     assert read_responses(tmp_path / "answers")[0]["data.chat_template"] == str(template)
 
 
+@pytest.mark.extended
 def test_row_number_and_seed_do_not_depend_on_other_rows_and_sets(configure, inputs, tmp_path):
     good = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     lines = [good, None, {"prompt": None}, good | {"prompt": "1+2="}, good | {"prompt": "1+3="}]
@@ -287,6 +292,7 @@ def test_a_row_that_the_reward_cannot_score_is_refused(configure):
     assert len(plan_generation(configure(reward=by_source, **{"generate.score": False})).prompts()) == 17
 
 
+@pytest.mark.extended
 def test_two_processes_do_not_write_one_folder(configure):
     plan = plan_generation(configure())
     with plan.store, pytest.raises(ValueError, match="another process writes there"):
@@ -295,6 +301,7 @@ def test_two_processes_do_not_write_one_folder(configure):
         pass
 
 
+@pytest.mark.extended
 def test_every_response_has_its_own_stable_seed(configure):
     asked = plan_generation(configure()).prompts()
     seeds = {question.seed(0, sample) for question in asked for sample in range(3)}
@@ -306,7 +313,7 @@ def test_every_response_has_its_own_stable_seed(configure):
     assert asked[0].seed(0, 0) != asked[0].seed(1, 0)
 
 
-@pytest.mark.extended_after(5)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -362,6 +369,7 @@ def test_the_dtype_of_engines_may_differ_from_the_dtype_of_the_model(configure):
     assert plan_generation(configure(**on_gpus)).server_args["dtype"] == "bfloat16"
 
 
+@pytest.mark.extended
 def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp_path):
     run_dir = tmp_path / "trained"
     (run_dir / "checkpoint").mkdir(parents=True)
@@ -372,6 +380,7 @@ def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp
         plan_generation(configure(**{"model.path": str(run_dir / "checkpoint")}))
 
 
+@pytest.mark.extended
 def test_a_megatron_checkpoint_is_served_as_the_model_it_came_from(configure, inputs, tmp_path):
     from safetensors.torch import load_file
 

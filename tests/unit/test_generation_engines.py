@@ -62,6 +62,7 @@ def local_servers(monkeypatch):
     return use
 
 
+@pytest.mark.extended
 def test_concurrent_requests_are_bounded_and_spread_over_engines(configure):
     engines = [Engine(delay_s=0.01) for _ in range(2)]
     run(plan_generation(configure()), *engines, in_flight=5)
@@ -77,6 +78,7 @@ def test_concurrent_requests_are_bounded_and_spread_over_engines(configure):
     assert len(done) == 1000 and wide.most == most
 
 
+@pytest.mark.extended
 def test_the_requests_of_an_external_engine_that_fails_go_to_the_others(configure, tmp_path, caplog):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
@@ -88,6 +90,7 @@ def test_the_requests_of_an_external_engine_that_fails_go_to_the_others(configur
     assert f"engine {broken.url} failed with" in caplog.text and "failed 3 times in a row" in caplog.text
 
 
+@pytest.mark.extended
 def test_without_an_engine_the_generation_ends_and_keeps_its_files(configure):
     plan = plan_generation(configure())
     with pytest.raises(EngineError, match=r"no engine is left: http://127.*failed 3 times in a row"):
@@ -111,6 +114,7 @@ def test_engines_that_die_are_replaced_and_the_responses_stay_the_same(configure
     assert [Path(server.log_path).name for server in started[:2]] == ["engine_0.log", "engine_1.log"]
 
 
+@pytest.mark.extended
 def test_the_only_engine_is_replaced_while_its_requests_wait(configure, local_servers):
     started = local_servers(10)
     plan = plan_generation(configure())
@@ -118,6 +122,7 @@ def test_the_only_engine_is_replaced_while_its_requests_wait(configure, local_se
     assert [server.engine.died for server in started] == [True, False]
 
 
+@pytest.mark.extended
 def test_the_number_of_replaced_engines_is_limited(configure, local_servers):
     started = local_servers(*[3] * 20)
     plan = plan_generation(configure(**{"fault_tolerance.max_restarts": 2, "generate.requests_in_flight": 2}))
@@ -156,6 +161,7 @@ def test_servers_of_one_machine_have_their_own_gpus(configure, local_servers):
     assert [server.server_args["random_seed"] for server in started] == [0, 1, 2]
 
 
+@pytest.mark.extended
 def test_small_files_keep_many_engines_busy(configure):
     """A file has 3 responses here, but the engines can sample 32 at once. So several files must be in work at once."""
     engines = [Engine(delay_s=0.2) for _ in range(4)]
@@ -180,6 +186,7 @@ def external(monkeypatch):
         engine.stop()
 
 
+@pytest.mark.extended
 def test_urls_that_do_not_answer_are_left_out_with_a_warning(configure, external, caplog):
     healthy, starting, gone = external(), external(ready_status=503), external()
     gone.stop()
@@ -205,6 +212,7 @@ def test_servers_with_different_keys_and_one_whose_key_is_unknown(configure, ext
     assert "own=key" not in caplog.text
 
 
+@pytest.mark.extended
 def test_without_a_url_that_answers_nothing_starts(configure, external):
     gone = external()
     gone.stop()

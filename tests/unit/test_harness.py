@@ -105,6 +105,7 @@ def serving(*servers):
             server.stop()
 
 
+@pytest.mark.extended
 def test_the_harness_asks_the_engines_and_its_results_are_reported(configure, tmp_path, capfd):
     servers = [CompletionsEngine(), CompletionsEngine()]
     with serving(*servers) as urls:
@@ -180,6 +181,7 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
             assert answer.json()["choices"][0]["text"] == "6"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("harness", "keys", "message"),
     [
@@ -212,6 +214,7 @@ def test_mistakes_are_found_before_an_engine_starts(configure, program, harness,
         plan_harness(configure(harness and harness.format(program=program), **keys))
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("plan", [plan_generation, plan_harness])
 def test_a_model_without_kernels_for_a_cpu_is_refused_unless_its_engines_run_already(
     configure, model, monkeypatch, plan

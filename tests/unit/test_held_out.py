@@ -217,6 +217,7 @@ def evaluations_of(*overrides: str):
     return plan_evaluations(hydra_entry.compose_config(argv))
 
 
+@pytest.mark.extended
 def test_by_default_all_sets_are_sampled_once_at_temperature_1_and_once_greedily():
     sets = "data.test_sets={plain: [a.jsonl], few: {files: [b.jsonl], rows: 3}}"
     sampled, greedy = evaluations_of(sets, "trainer.eval_rows=20")
@@ -246,7 +247,7 @@ def test_a_set_says_how_it_is_sampled_and_scored():
     assert sampled.reward is greedy.reward == GSM8K(strict=False) and sampled.sets == {"gsm": 5}
 
 
-@pytest.mark.extended_after(4)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -286,6 +287,7 @@ def test_a_mistake_in_the_settings_of_a_set_names_its_key(settings, message):
         evaluations_of(f"data.test_sets={{x: {{files: [a.jsonl], {settings}}}}}")
 
 
+@pytest.mark.extended
 def test_two_sets_cannot_have_the_same_metrics():
     with pytest.raises(ValueError, match=r"data.test_sets.a.b: its metrics would have the same names as those of a-b"):
         evaluations_of("data.test_sets={a-b: [a.jsonl], a.b: [b.jsonl]}")

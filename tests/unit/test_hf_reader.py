@@ -116,6 +116,7 @@ def assert_refused(folder, capsys, message) -> None:
     assert not list(folder.parent.glob("out*"))
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_folder_gives_one_error_and_no_output(tmp_path, capsys, damage):
     model = make_family("qwen3", tmp_path / "model")

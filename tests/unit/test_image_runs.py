@@ -69,6 +69,7 @@ def plan(inputs, tmp_path, *overrides):
     return config, actor, load_prompt_datasets(config, actor, reward, plan_evaluations(config))
 
 
+@pytest.mark.extended
 def test_the_shapes_task_can_be_planned(inputs, tmp_path):
     config, actor, (train, test) = plan(inputs, tmp_path)
     assert len(train) == 128 and test is None and train.has_images
@@ -123,6 +124,7 @@ def _with_size(value, shortest):
     return {k: v | dict(shortest_edge=shortest) if k == "size" else _with_size(v, shortest) for k, v in value.items()}
 
 
+@pytest.mark.extended
 def test_engines_compute_pixels_as_trainers_and_keep_no_outputs_of_a_trained_tower(inputs, tmp_path):
     config, actor, _ = plan(inputs, tmp_path)
     assert image_args(actor)["image_processor_backend"] == "pil"
@@ -132,6 +134,7 @@ def test_engines_compute_pixels_as_trainers_and_keep_no_outputs_of_a_trained_tow
     assert image_environment(trained) == {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 
 
+@pytest.mark.extended
 def test_settings_with_which_engines_lose_the_tower_or_read_other_pixels_are_refused(inputs, tmp_path):
     shared = frozenset([frozenset(["actor", "engines"])])
     config, actor, _ = plan(inputs, tmp_path, "+sglang.enable_weights_cpu_backup=false")
@@ -144,6 +147,7 @@ def test_settings_with_which_engines_lose_the_tower_or_read_other_pixels_are_ref
         check_image_engines(config, actor.arch, frozenset())
 
 
+@pytest.mark.extended
 def test_colocated_engines_keep_the_tower_on_the_host(inputs, tmp_path):
     """The engines of this plan would run on GPUs, and they share them with the trainer."""
     found = []
@@ -155,6 +159,7 @@ def test_colocated_engines_keep_the_tower_on_the_host(inputs, tmp_path):
     assert found == [(True, {}), (True, {"SGLANG_VLM_CACHE_SIZE_MB": "0"})]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -325,6 +330,7 @@ def test_the_first_stage_has_the_memory_of_pixels_and_of_the_tower(tmp_path, nam
     assert tower_working_bytes(frozen.tower, frozen.hidden, batch) > pixels
 
 
+@pytest.mark.extended
 def test_hosts_have_the_pixels_of_the_prompts_of_a_step(inputs, tmp_path):
     """As if all tokens of a prompt were image tokens."""
     keys = ["rollout.prompts_per_step=16", "data.max_prompt_tokens=40", "rollout.max_response_tokens=10"]

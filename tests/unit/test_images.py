@@ -70,6 +70,7 @@ def row(text="<image>?", images=(), **changed):
     return problem | dict(prompt=[{"role": "user", "content": text}], images=list(images), videos=[]) | changed
 
 
+@pytest.mark.extended_after(1)
 def test_tokens_and_pixels_are_those_of_the_processor(model, tmp_path):
     """One row has two images of different sizes with text between them, one row has one image, and one row has none."""
     from PIL import Image
@@ -148,6 +149,7 @@ def test_images_are_paths_bytes_or_objects(tmp_path):
         read_images("https://example.com/a.png", "images", tmp_path)
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize(
     ("bad", "column", "reason"),
     [

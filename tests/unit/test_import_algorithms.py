@@ -312,7 +312,7 @@ FOREIGN = {  # name -> (trainer, keys of its config, overrides of mrl)
 }
 
 
-@pytest.mark.extended_after(4)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_the_settings_of_algorithms_become_parts_that_build(name):
     """The order of the keys does not matter."""
@@ -333,7 +333,7 @@ PAIRS = [  # each estimator of verl with two of its losses
 ]
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(("estimator", "mode"), PAIRS)
 def test_every_loss_of_verl_may_be_combined_with_every_estimator(estimator, mode):
     """The estimator selects the advantages, and the mode selects the loss."""

@@ -141,6 +141,7 @@ def imported(source, tmp_path, capsys, *options):
     return status, out.out, out.err
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_config_becomes_overrides_that_compose(source, tmp_path, capsys):
     status, out, err = imported(source, tmp_path, capsys, "--overrides")
@@ -153,6 +154,7 @@ def test_a_config_becomes_overrides_that_compose(source, tmp_path, capsys):
     assert composed.rollout.responses_per_prompt in (8, 16)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_keys_without_a_counterpart_are_shown_with_the_reason(source, tmp_path, capsys):
     status, out, _ = imported(source, tmp_path, capsys)

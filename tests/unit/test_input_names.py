@@ -104,6 +104,7 @@ def resolved(home):
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.extended
 def test_an_id_is_the_snapshot_in_the_cache(home, resolved):
     snapshots = home / "hub/models--lab--tiny/snapshots"
     assert resolved["model", "lab/tiny"] == str(snapshots / SECOND)
@@ -170,6 +171,7 @@ def test_a_url_that_cannot_be_read_is_an_error_with_the_key(url, tmp_path, monke
         resolve_data(url, "data.train", "train")
 
 
+@pytest.mark.extended
 def test_all_keys_of_a_config_are_resolved_except_files_that_data_inputs_makes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fsspec.filesystem("memory").pipe({f"/all/{name}.jsonl": b"1" for name in "abcde"} | {"/all/m/config.json": b"{}"})

@@ -95,6 +95,7 @@ pool.close()
 """
 
 
+@pytest.mark.extended
 def test_worker_processes_of_rewards_find_only_the_own_modules_of_the_user(package, crowded):
     """In a run, Ray sets these variables in the process that owns the worker processes."""
     ray_variables = import_environment() | {WORKING_DIRECTORY: str(crowded)}

@@ -116,7 +116,7 @@ def best_of_all(search, family):
     return best
 
 
-@pytest.mark.extended_except("4 GPUs-all", "16 GPUs-sync")
+@pytest.mark.extended_except("4 GPUs-all")
 @pytest.mark.parametrize("modes", [("sync",), ("one_step_off",), tuple(STALENESS)], ids=["sync", "one step off", "all"])
 @pytest.mark.parametrize(
     ("nodes", "hardware"),
@@ -158,7 +158,7 @@ def layout_on_all_gpus(search, sizes):
     return layout, search.space.cluster.gpus // layout.gpus
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fields", "nodes", "sizes"),
     PUBLISHED,
@@ -191,7 +191,7 @@ def test_the_same_search_has_the_same_result():
     assert len({candidate.kind for candidate in first.best}) == len(first.best) == 5
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -266,6 +266,7 @@ def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, alg
         assert candidate["step_s"] == pytest.approx(sum(parts.values())) or candidate["mode"] != "sync"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("transport", "placements"),
     [("auto", {"colocated", "disaggregated"}), ("cuda_ipc", {"colocated"}), ("process_group", {"disaggregated"})],
@@ -323,7 +324,7 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         assert said in out
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -341,6 +341,7 @@ def config_with(*overrides):
     return hydra_entry.compose_config(["experiment=quickstart", "run.dir=out", *overrides])
 
 
+@pytest.mark.extended
 def test_one_response_per_prompt_is_a_warning_before_the_start_and_an_error_with_stop(caplog, own_records):
     config = config_with("rollout.responses_per_prompt=1")
     check_learning(config, build_algorithm(config), 640)
@@ -355,6 +356,7 @@ def test_one_response_per_prompt_is_a_warning_before_the_start_and_an_error_with
     assert not own_records()
 
 
+@pytest.mark.extended
 def test_the_check_knows_whether_an_algorithm_reads_rewards():
     for algorithm, reads in (("grpo", True), ("distill", False), ("ppo", True)):
         teacher = ["roles.teacher.path=x"] if algorithm == "distill" else []

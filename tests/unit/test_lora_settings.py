@@ -58,6 +58,7 @@ def config_of(folder, tmp_path, *overrides):
     return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
 
 
+@pytest.mark.extended
 def test_the_spec_of_a_trained_actor_has_the_adapters_and_other_models_have_none(models, tmp_path):
     config = config_of(models["qwen3"], tmp_path, "run.seed=7", "lora.targets=[q_proj]")
     spec = model_spec(plan_model(config, str(models["qwen3"])))
@@ -121,6 +122,7 @@ def test_the_vision_tower_of_an_image_model_has_no_adapters(tmp_path, name):
     assert shape.frozen_weights == 0 and shape.num_parameters == shape.num_weights
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("name", [*FAMILIES, *IMAGE_FAMILIES])
 def test_the_target_modules_of_a_peft_folder_are_linear_layers_of_transformers(tmp_path, name):
     """PEFT finds the adapted modules by these names. Routed experts have no linear layers in transformers 5."""
@@ -194,6 +196,7 @@ def test_every_layer_needs_an_adapter(models):
     check_lora(replace(LORA, targets=["gate_proj", "o_proj"]), *read(models["qwen3_moe"]))
 
 
+@pytest.mark.extended
 def test_settings_that_contradict_frozen_weights_are_refused(models, tmp_path):
     folder = str(models["qwen3_moe"])
     with pytest.raises(ValueError, match=r"moe_router_bias_update_rate=0.1 with lora.rank=2: the routers of a model"):
@@ -298,6 +301,7 @@ def test_what_a_run_does_otherwise_than_the_writer_of_a_peft_folder_is_said(mode
     assert "rounded to model.dtype=bfloat16" in caplog.text and "mrl's adapters have no dropout" in caplog.text
 
 
+@pytest.mark.extended
 def test_a_run_that_continues_from_a_checkpoint_does_not_read_the_initial_adapters(monkeypatch, tmp_path):
     made, removed = tmp_path / "made", str(tmp_path / "removed")
     make_doubling_task(made)

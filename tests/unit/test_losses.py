@@ -191,6 +191,7 @@ def test_the_cases_reach_every_branch():
     assert 0 < dual.mean() < 1
 
 
+@pytest.mark.extended_after(20)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_micro_batches_add_up(name, aggregation):

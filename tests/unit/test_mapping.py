@@ -70,6 +70,7 @@ def hf_tensors(row, sizes):
     return [torch.randn(shape, generator=generator) for shape in row.hf_shapes(sizes).values()]
 
 
+@pytest.mark.extended_after(2)
 @many
 @given(sizes=drawn_sizes())
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.architecture)
@@ -83,6 +84,7 @@ def test_hf_to_megatron_to_hf_is_the_identity(family, sizes):
             assert got.shape == expected.shape and torch.equal(got, expected), f"{name} at tp={tp}"
 
 
+@pytest.mark.extended_after(10)
 @pytest.mark.parametrize("name", TINY)
 def test_the_table_has_exactly_the_tensors_that_transformers_saves(tmp_path, name):
     """Models have tied or untied embeddings, and biases or none. `check_hf_folder` compares names and shapes."""

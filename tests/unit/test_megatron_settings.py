@@ -18,7 +18,7 @@ def config(*overrides: str):
     return hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides]))
 
 
-@pytest.mark.extended_after(4)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "message"),
     [

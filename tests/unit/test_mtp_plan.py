@@ -49,6 +49,7 @@ def test_a_plan_contains_the_mtp_layers_only_on_request(glm):
     assert more == hidden * (attention + 3 * width + 2 * hidden + 41)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -119,6 +120,7 @@ def plan_engines(folder, *overrides: str):
     return engine_layout(config, actor)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle"])
 def test_engines_may_draft_with_the_mtp_layer_of_the_model(glm, algorithm):
     untrained = plan_engines(glm, f"sglang.speculative_algorithm={algorithm}")
@@ -132,6 +134,7 @@ def test_engines_may_draft_with_the_mtp_layer_of_the_model(glm, algorithm):
     assert draft_server_args(config_of(glm), str(glm)) == {}
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -166,6 +169,7 @@ def test_settings_that_do_not_fit_speculative_decoding_are_refused(glm, override
         plan_engines(glm, *[each.removeprefix("+") for each in overrides])
 
 
+@pytest.mark.extended
 def test_speculative_decoding_needs_one_mtp_layer_in_the_folder(tmp_path, glm):
     folder = make_family("glm4_moe", tmp_path / "without", num_nextn_predict_layers=1)
     with pytest.raises(

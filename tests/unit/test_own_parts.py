@@ -52,6 +52,7 @@ def own(user_file) -> AlgorithmParts:
     return pickle.loads(pickle.dumps(algorithm(*own_parts.overrides())))
 
 
+@pytest.mark.extended
 def test_the_functions_of_the_documentation_are_an_algorithm(own):
     assert own.needs == {"values", "entropies", "rollout_logprobs", "sum_pi_squared"}
     assert not own.objective.zero_at_zero_advantage and not own.objective.uses_entropy
@@ -203,7 +204,7 @@ WRONG_LOSSES = {
 }
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("key", ["algorithm.loss", "algorithm.correction"])
 @pytest.mark.parametrize(("result", "message"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
 def test_a_wrong_loss_or_correction_names_the_function(user_file, key, result, message):

@@ -250,6 +250,7 @@ def test_attention_with_sinks_equals_a_further_column_of_logits(segments, heads,
     check_attention(segments, pack(segments, CPU, multiple=tp_multiple), heads, window, seed, sinks=True)
 
 
+@pytest.mark.extended
 @many
 @given(trees(), heads_of_queries_and_keys, tp_multiples, windows, st.integers(0, 99))
 def test_the_attention_of_gpus_with_sinks_equals_a_further_column_of_logits(segments, heads, tp_multiple, window, seed):

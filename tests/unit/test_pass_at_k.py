@@ -32,6 +32,7 @@ def vote(subset: list[tuple[str | None, bool]], passing: dict[str, float]) -> fl
     return sum(passing[answer] for answer in winners) / len(winners)
 
 
+@pytest.mark.extended
 @settings(max_examples=150)
 @given(RESPONSES, st.data())
 def test_maj_at_k_is_the_mean_over_all_subsets(responses, data):
@@ -58,6 +59,7 @@ def test_a_vote_of_all_is_decided_by_the_largest_class():
     assert np.isfinite(shares).all()
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     "answers",
     [
@@ -91,6 +93,7 @@ def test_equal_values_do_not_give_an_interval_of_width_zero(value):
     assert wide.high - wide.low > 0.6, "one prompt says little of others"
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize("k", [1, 4, 16])
 @pytest.mark.parametrize("prompts", [20, 200])
 def test_the_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says(k, prompts):

@@ -44,6 +44,7 @@ SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
     """An experiment that names no model is planned with Qwen3-8B on a node of eight GPUs."""
@@ -85,6 +86,7 @@ def test_a_run_that_fits_says_so(tmp_path, capsys):
     assert "It fits." in out and "30.53 billion parameters" in out
 
 
+@pytest.mark.extended
 def test_json_output_has_the_estimated_numbers(tmp_path, capsys):
     config = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED)
     with pytest.raises(SystemExit):
@@ -119,6 +121,7 @@ def test_too_few_nodes_are_a_problem(tmp_path):
     assert any("the run needs 17 GPUs, but the cluster has 8" in problem for problem in memory.problems)
 
 
+@pytest.mark.extended
 def test_no_sequence_is_longer_than_the_context(tmp_path):
     """By default, the plan assumes that prompts are as long as responses, or fill the rest of the context if that is shorter."""
     config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "rollout.max_response_tokens=30000")
@@ -132,6 +135,7 @@ def test_without_hardware_there_is_no_limit(tmp_path):
     assert memory.engine is not None and memory.engine.tokens == 65536
 
 
+@pytest.mark.extended
 def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     apart = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8"))
     shared = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", "placement=colocated"))
@@ -143,6 +147,7 @@ def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
     assert shared.host.offloaded > 0 and apart.host.offloaded == 0
 
 
+@pytest.mark.extended
 def test_engines_that_apply_adapters_keep_slots_on_the_gpu_and_a_copy_of_their_weights_on_the_host(tmp_path):
     lora = ["cluster=h100", "parallel.dp=8", "lora.rank=16"]
     for placement in ("colocated", "disaggregated"):
@@ -163,6 +168,7 @@ def test_engines_that_apply_adapters_keep_slots_on_the_gpu_and_a_copy_of_their_w
             assert adapter.host.engines == 0 and "engine's weights" not in of["actor", "update"]
 
 
+@pytest.mark.extended
 def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
     served = ["roles.reward_model.path=unused", "roles.reward_model.num_engines=8"]
     shared = ["cluster=h100", "parallel.dp=8", "placement=colocated"]
@@ -179,6 +185,7 @@ def test_servers_that_share_gpus_are_in_memory_at_the_same_time(tmp_path):
     assert all(moment.fits for moment in rollouts)
 
 
+@pytest.mark.extended
 def test_a_critic_and_a_reference_are_counted(tmp_path):
     ppo = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", "algorithm=ppo"))
     assert {m.role for m in ppo.phases} == {"actor", "critic", "engines"}
@@ -203,6 +210,7 @@ def test_the_masks_of_dropout_are_counted(tmp_path):
     assert dropped["activations"] - plain["activations"] == 36 * 2 * tokens * 4096
 
 
+@pytest.mark.extended
 def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     """Teachers with the hidden sizes 4096 and 2560 have output layers and hidden states of different sizes in bytes."""
 
@@ -252,6 +260,7 @@ def test_only_the_memory_is_printed_as_json(capsys):
     assert "--json" in capsys.readouterr().err
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B", "Nemotron-3-Nano-30B-A3B"])
 def test_engines_of_recurrent_layers_need_gpus(tmp_path, model):
     layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
@@ -307,6 +316,7 @@ def test_a_model_with_one_block_in_each_layer_caches_keys_and_states_only_in_som
     assert state_bytes(shape, EngineParallelSizes(4)) == state
 
 
+@pytest.mark.extended
 def test_an_engine_divides_its_cache_between_keys_and_states_of_gated_delta_nets(tmp_path):
     keys = [*LAYOUT, "rollout.engine_tp=4"]
     config = config_of("Qwen3.5-27B", tmp_path, *keys)

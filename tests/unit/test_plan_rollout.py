@@ -142,6 +142,7 @@ def test_an_invalid_argument_is_an_error(words, message):
         simulation_input(RolloutPlanKeys.of(words))
 
 
+@pytest.mark.extended
 def test_the_command_prints_errors_and_imports_neither_ray_nor_torch(capsys):
     with pytest.raises(SystemExit) as ended:
         plan.main(["rollout", "medina=3"])

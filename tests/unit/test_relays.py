@@ -243,6 +243,7 @@ def test_plan_sync_shows_the_bytes_inside_and_between_nodes_without_relays(
     assert sent_bytes(sync.transfers, ["node 0"] * 2, ["node 0", "node 1"]) == (total / 2, total / 2)
 
 
+@pytest.mark.extended
 def test_without_a_group_of_gpus_plan_sync_shows_no_bytes_between_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made, make = [], plan_tools.make_input_files

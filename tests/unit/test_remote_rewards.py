@@ -125,6 +125,7 @@ def test_a_failing_server_is_a_failure_after_the_last_attempt():
     assert score.value == 0 and "ConnectError" in score.failure and time.monotonic() - start < 20
 
 
+@pytest.mark.extended
 def test_a_server_that_does_not_answer_times_out():
     """A call without an answer in time is a failure, but the other response gets its score."""
 

@@ -179,6 +179,7 @@ def test_damaged_lines_and_nan_are_reported_and_do_not_break_the_page(tmp_path):
     assert render(data)
 
 
+@pytest.mark.extended
 def test_a_large_run_stays_within_the_limit_and_says_what_is_left_out(tmp_path):
     tokens = [f"t{n}" for n in range(100)]
     samples = [

@@ -140,6 +140,7 @@ def test_an_order_has_each_slot_once_and_as_many_groups_on_one_node_as_possible(
     assert all(len(group) == 1 for group in groups[:possible])
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", ["disaggregated", "colocated", "mixed", "paired"])
 def test_the_placements_in_conf_contain_every_role(name):
     from test_config import compose

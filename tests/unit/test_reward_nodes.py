@@ -86,6 +86,7 @@ def test_a_dict_gives_parts_and_args_are_passed(file):
     assert right == Score(0.5, parts={"acc": 1.0, "n_a": 7.0}) and wrong.value == -0.5
 
 
+@pytest.mark.extended
 def test_coroutine_functions_run_concurrently(file):
     with Scorer(Function(file, "later", timeout_s=3.0), workers=1) as scorer:
         scorer(of_texts("72"))
@@ -270,7 +271,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
     """The file replaces the reward that the experiment chooses."""

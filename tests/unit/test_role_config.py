@@ -44,7 +44,7 @@ def test_a_role_has_a_column_and_the_layout_of_the_actor_except_for_its_own_size
     assert parallel_layout(composed, "roles.reference").tp == 1 and parallel_layout(composed, "roles.mine").tp == 2
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -97,6 +97,7 @@ def test_a_role_has_the_column_and_the_pool_of_the_config(tiny_qwen3):
     assert pools.by_role["mine"].size == 2 and pools.by_role["actor"].size == 1
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen3, tmp_path, is_stored):
     """A run either trains its warm start after the plan, or finds it before the plan, and then has no warm start to train."""
@@ -134,6 +135,7 @@ def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen
 SERVED = ["roles.judge.path=x", "roles.judge.num_engines=1"]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "reward", "colocated", "message"),
     [
@@ -164,6 +166,7 @@ def test_a_served_role_that_cannot_work_is_refused(overrides, reward, colocated,
         check_served_roles(config(*overrides), {"reward": reward}, frozenset(colocated))
 
 
+@pytest.mark.extended
 def test_a_served_role_may_share_devices_if_nothing_is_scored_meanwhile():
     rewards = {"reward": Judge(role="judge")}
     check_served_roles(config(*SERVED), rewards, frozenset({frozenset({"judge", "critic"})}))
@@ -171,6 +174,7 @@ def test_a_served_role_may_share_devices_if_nothing_is_scored_meanwhile():
     check_served_roles(config(*SERVED, "rollout.mode=async"), rewards, with_engines)
 
 
+@pytest.mark.extended
 def test_rewards_of_held_out_sets_and_of_data_sources_may_call_served_roles():
     key, judge = "data.test_sets.hard.reward", Judge(role="judge")
     rewards = {"reward": MathVerify(), key: BySource({"math": MathVerify()}, default=judge)}
@@ -187,6 +191,7 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
     check_served_folders(served)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     "name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM", "NemotronHForCausalLM"]
 )
@@ -198,6 +203,7 @@ def test_a_served_role_that_needs_gpus_is_refused_on_a_cpu(tmp_path, name):
     check_served_folders(config(*served, "cluster=h100"))
 
 
+@pytest.mark.extended
 def test_servers_that_share_gpus_claim_less_than_their_whole_memory():
     together = frozenset({frozenset({"judge", "engines", "actor"})})
     with pytest.raises(
@@ -219,7 +225,7 @@ def reward_model(folder: Path, **fields: object) -> RewardModel:
 ONE_OUTPUT = dict(id2label={"0": "score"})
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("architecture", "outputs", "message"),
     [
@@ -249,6 +255,7 @@ def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3,
     assert plan_models(composed, algorithm.needs, weights=False).keys() == {"actor", "reference"}
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [

@@ -119,6 +119,7 @@ def test_scoring_overlaps_the_sampling_of_other_groups_and_the_work_between_step
     assert run.pipeline.take_seconds()[2] >= 0.1, "no step waits for the second group"
 
 
+@pytest.mark.extended
 def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
     run = start(StalenessBuffer(SIZE, 0, max_replaced=4), SlowEngine(), bad=(7,))
     assert run.sample_step(0, [7, 300], 0) is None and run.scored == [[0]], "row 300 is still being sampled"

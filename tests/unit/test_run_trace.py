@@ -37,6 +37,7 @@ def test_simulating_a_trace_reproduces_the_run(tmp_path):
     assert again.step_s == pytest.approx(prediction.step_s, rel=1e-4)
 
 
+@pytest.mark.extended
 @given(st.integers(0, 10_000), st.floats(0, 0.02))
 def test_the_error_of_a_fit_is_of_the_size_of_the_noise(seed, noise):
     draw, groups = np.random.default_rng(seed), lengths_of(seed)

@@ -144,6 +144,7 @@ def test_warnings_of_other_processes_reach_the_terminal(tmp_path):
     assert len((tmp_path / run_warnings.WARNINGS_FILE).read_text().splitlines()) == 102
 
 
+@pytest.mark.extended
 def test_warnings_of_a_users_reward_reach_the_terminal(tmp_path):
     """The reward runs in a worker process that another process owns. Each call warns."""
     (tmp_path / "logs").mkdir()
@@ -190,6 +191,7 @@ def test_rewards_that_fail_for_a_share_of_the_responses_are_a_warning(tmp_path):
     assert "mine.py:2, in compute_score" in terminal.getvalue() and "  2x 1 of 2 responses" in terminal.getvalue()
 
 
+@pytest.mark.extended
 def test_a_run_that_is_resumed_with_another_learning_rate_is_a_warning(tmp_path):
     overrides = ["experiment=quickstart", f"run.dir={tmp_path}"]
     write_json(tmp_path / "run.json", dict(command="train", config=config_as_json(compose_config(overrides))))

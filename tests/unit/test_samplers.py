@@ -133,6 +133,7 @@ def own_sampler(inputs: SamplerInputs, factor: int = 1):
 SAMPLERS = [Shuffled(), Curriculum("level"), DifficultyMixture(), partial(own_sampler, factor=2)]
 
 
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SAMPLERS), st.integers(0, 12), st.integers(1, 8), st.integers(1, 9))
 def test_a_restored_stream_draws_the_same_rows_and_has_the_same_state(sampler, before, after, count):

@@ -287,6 +287,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.extended
 def test_no_ending_of_a_program_leaves_a_file_open():
     """A separate process counts, because in this process threads of other tests may open files at any time."""
     counted = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, timeout=300)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason
 # -- What is forbidden ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize(
     "source",
     [

@@ -90,6 +90,7 @@ ORDINARY = {
 }  # fmt: skip
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_programs_work(name):
     source, expected = ORDINARY[name]

@@ -88,6 +88,7 @@ def single():
         yield scorer
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("fault", REASONS)
 def test_only_the_response_that_causes_a_failure_fails(single, fault):
     scores = single(of_texts("fine", fault, "fine", "fine"))

@@ -72,12 +72,14 @@ def test_a_config_folder_that_is_missing_is_an_error(own, words, message):
         compose(words)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("word", ["my_group=a", "+my_group=a"])
 def test_an_own_group_sets_keys_of_the_section_that_its_file_names(own, word):
     config = compose(["--config-dir=own conf", "experiment=mine", word])
     assert (config.optim.lr, config.run.name) == (0.125, "mine")
 
 
+@pytest.mark.extended
 def test_an_own_group_in_a_defaults_list_is_overridden(own):
     write("experiment/grouped.yaml", "# @package _global_\ndefaults:\n  - mine\n  - /my_group: a\n")
     words = ["--config-dir=own conf", "experiment=grouped"]
@@ -97,6 +99,7 @@ def printed_job(arguments, capsys):
     return shlex.split(call.replace("\\\n", ""))[1:]
 
 
+@pytest.mark.extended
 def test_the_arguments_of_a_slurm_job_compose_in_any_folder(own, capsys, monkeypatch):
     arguments = printed_job(["--config-dir", "own conf", "experiment=mine", "my_group=a"], capsys)
     assert f'hydra.searchpath=["{own}"]' in arguments
@@ -105,6 +108,7 @@ def test_the_arguments_of_a_slurm_job_compose_in_any_folder(own, capsys, monkeyp
     assert (config.optim.lr, config.run.name) == (0.125, "mine")
 
 
+@pytest.mark.extended
 def test_plan_and_doctor_read_the_own_folder(own, capsys):
     plan.main(["--config-dir", "own conf", "experiment=mine", "my_group=a", "--json"])
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -146,6 +150,7 @@ def test_a_dry_run_of_a_slurm_sweep_prints_the_job_array_and_submits_nothing(own
     assert not (tmp_path / "submitted").exists() and not (tmp_path / "s").exists()
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [

@@ -37,6 +37,7 @@ def check_equal(found, expected, inputs, tolerance: float) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=10 * tolerance)
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("chunk", [3, CHUNK])
 @pytest.mark.parametrize("segments", [[Segment(1)], [Segment(130)], SHARED, *TREES], ids=len)
 def test_the_chunked_rule_equals_the_recurrence(segments, chunk):
@@ -47,6 +48,7 @@ def test_the_chunked_rule_equals_the_recurrence(segments, chunk):
     check_equal(found, expected, inputs if decays else [*inputs[:3], inputs[4]], 1e-10)
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("chunk", [3, CHUNK])
 @pytest.mark.parametrize("segments", [[Segment(1)], [Segment(130)], SHARED, *TREES], ids=len)
 def test_the_chunked_scan_of_mamba_2_equals_the_recurrence(segments, chunk):

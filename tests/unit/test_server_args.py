@@ -89,6 +89,7 @@ def test_on_a_gpu_an_engine_is_ready_only_after_its_first_request_has_compiled_k
     assert default_server_args("float32", 512, device="cpu")["skip_server_warmup"], "a CPU compiles nothing"
 
 
+@pytest.mark.extended
 def test_the_check_does_not_import_sglang_or_torch():
     """The driver checks arguments before it starts anything, and these imports take seconds."""
     code = (

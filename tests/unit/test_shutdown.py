@@ -80,6 +80,7 @@ def run_daemon(tmp_path: Path, started: list[psutil.Process], name: str, **env: 
 # -- Processes that a run leaves behind -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_orphans_of_a_run_are_ended_and_those_of_other_runs_are_not(tmp_path, started):
     run, other = uuid.uuid4().hex, uuid.uuid4().hex
     mine, of_another = (run_daemon(tmp_path, started, name, MRL_TEST_ID=name) for name in (run, other))
@@ -104,6 +105,7 @@ CHILD = f"{DAEMON}\nstart_daemon(sys.argv[1], clear=True)\n"
 CHILD += "if sys.argv[2] == 'killed': os.kill(os.getpid(), 9)\nsys.exit(int(sys.argv[2]))"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("how, status", [("0", 0), ("3", 3), ("killed", 137)])
 def test_the_supervisor_ends_daemons_of_its_command_that_have_no_environment(tmp_path, started, how, status):
     """The environment and the session do not identify the daemon, but the daemon is a descendant of the supervisor."""
@@ -191,6 +193,7 @@ finally:
 """
 
 
+@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("reason", "status", "said"),
     [

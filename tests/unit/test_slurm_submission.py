@@ -92,7 +92,7 @@ def test_an_evaluation_is_submitted_unless_its_responses_exist(train, tmp_path):
     assert (status, submitted) == (0, False) and "mine: 1 responses" in said, said
 
 
-@pytest.mark.extended_except("too few GPUs")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,7 +121,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_reported_before_submission(train, arguments, message):
     status, said, submitted = train(*arguments)

@@ -85,6 +85,7 @@ def test_the_columns_that_arguments_need_are_computed():
     assert SourceAlgorithm(GAE(), GRPO()).needs == {"values"}
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -3,6 +3,7 @@
 import json
 
 import pyarrow.parquet as pq
+import pytest
 from planned_runs import memory_of
 from published_dense_configs import ANY, SMOLLM2_135M
 
@@ -27,6 +28,7 @@ def test_every_sum_is_in_one_of_the_two_files_and_has_its_answer(tmp_path):
         assert GSM8K(strict=False)([Response("sums", text, truth) for text in answers]) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.extended
 def test_the_experiment_trains_the_published_model_on_sums(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ANY | SMOLLM2_135M))
     keys = ["experiment=smollm2", "run.dir=x", f"data.inputs.folder={tmp_path}/made"]

@@ -49,7 +49,7 @@ def test_every_file_of_the_group_objective_is_tested():
     assert {path.stem for path in (hydra_entry.CONF / "objective").glob("*.yaml")} == OBJECTIVES.keys()
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_path, name):
     objective = SupervisedObjective.of(config_of(inputs, tmp_path, f"objective={name}"))
@@ -64,7 +64,7 @@ def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):
     assert SupervisedObjective.of(config).loss == preference.SimPO(2.5, 0.5)
 
 
-@pytest.mark.extended_after(3)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -88,12 +88,14 @@ def test_a_mistake_is_refused_before_a_process_starts(inputs, tmp_path, override
         plan_supervised(config_of(inputs, tmp_path, *overrides))
 
 
+@pytest.mark.extended
 def test_the_plan_has_the_head_of_the_objective(inputs, tmp_path):
     pairs = f"sft.train={inputs / 'pairs.parquet'}"
     assert plan_supervised(config_of(inputs, tmp_path, "objective=dpo", pairs)).head == "vocabulary"
     assert plan_supervised(config_of(inputs, tmp_path, "objective=reward_model", pairs)).head == "score"
 
 
+@pytest.mark.extended
 def test_a_reward_model_is_no_warm_start(inputs, tmp_path):
     check_warm_start(config_of(inputs, tmp_path, "objective=dpo"))
     with pytest.raises(ValueError, match=r"BradleyTerry: it trains a reward model, which cannot be the warm start"):

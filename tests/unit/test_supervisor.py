@@ -68,6 +68,7 @@ def starts(tmp_path) -> list[int]:
     return [int(line) for line in (tmp_path / "starts").read_text().splitlines()]
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     "argv, status", [(("exit", "0"), 0), (("exit", "2"), 2), (("exit", "75"), 75), (("raise",), 1)]
 )
@@ -83,6 +84,7 @@ def test_an_error_in_the_imports_of_a_command_is_not_a_crash(run, tmp_path):
     assert "No module named 'a_missing_module'" in output and "restart" not in output
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("how", ["killed", "quick", "no start"])
 def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     process = run(how, "2")
@@ -135,6 +137,7 @@ def test_a_child_that_has_ended_before_it_gets_an_early_signal_is_not_waited_for
     assert result.stdout == "0\n", result.stderr
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("number, status", [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_signals_are_forwarded_once_and_end_the_command(run, tmp_path, number, status):
     process = run("wait")

@@ -125,6 +125,7 @@ def test_a_sweep_file_is_read_back_unchanged_after_its_folder_moved(tmp_path):
         load_sweep(tmp_path)
 
 
+@pytest.mark.extended
 def test_points_run_side_by_side_and_failures_are_reported(tmp_path):
     sweep, seen, alive = sweep_of(tmp_path), [], []
     sweep.write()
@@ -137,6 +138,7 @@ def test_points_run_side_by_side_and_failures_are_reported(tmp_path):
     assert best_point(outcomes, maximize=True).index == 2 and best_point(outcomes, maximize=False).index == 0
 
 
+@pytest.mark.extended
 def test_a_continued_sweep_runs_points_that_failed_were_killed_or_are_missing(tmp_path):
     sweep = sweep_of(tmp_path)
     sweep.write()
@@ -150,6 +152,7 @@ def test_a_continued_sweep_runs_points_that_failed_were_killed_or_are_missing(tm
     assert [len((sweep.point_folder(index) / "starts").read_text()) for index in range(3)] == [2, 2, 1]
 
 
+@pytest.mark.extended
 def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     sweep = sweep_of(tmp_path)
     sweep.write()
@@ -352,6 +355,7 @@ def test_another_sweep_in_the_folder_is_refused(inputs, tmp_path, capsys):
     assert "contains another sweep" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
     names = [path.stem for path in (hydra_entry.CONF / "sweep").glob("*.yaml") if path.stem != "none"]
     assert "lr_kl" in names
@@ -402,6 +406,7 @@ def test_hydra_runs_a_sweep_with_our_launcher_and_any_sweeper(sweeper, fast_poin
     assert rows == [(1e-4, "done"), (5e-4, "done")]
 
 
+@pytest.mark.extended
 def test_the_optuna_sweeper_runs_the_points_it_proposes_and_continues(fast_points, inputs, tmp_path, capsys):
     words = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-5,1e-2))", f"data.inputs.folder={inputs}"]
     words += [f"run.dir={tmp_path}/s", "hydra.launcher.n_jobs=2"]

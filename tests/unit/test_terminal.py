@@ -158,6 +158,7 @@ def test_the_last_screen_says_what_was_learned_where_it_is_and_what_to_do_next(f
         assert all(hydra_entry.is_known_override(word) for word in line.split()[2:])
 
 
+@pytest.mark.extended
 def test_a_run_that_reached_its_goal_continues_without_the_goal(finished_run):
     *_, train = summary_of(finished_run, "experiment=quickstart", "trainer.stop_reward=0.8").splitlines()
     assert "trainer.stop_reward=0.8" not in train and train.endswith(" trainer.stop_reward=null")

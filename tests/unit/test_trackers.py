@@ -97,6 +97,7 @@ def test_tensorboard_gets_the_step_that_a_killed_process_did_not_write(tmp_path)
     assert [(point.step, point.value) for point in read.Scalars("eval/reward_greedy")] == [(2, 0.5)]
 
 
+@pytest.mark.extended
 def test_mlflow_gets_the_step_that_a_killed_process_did_not_send(tmp_path, local_mlflow):
     log_killed_run_and_resume(MlflowSink, tmp_path)
     client, (run,) = mlflow_runs(tmp_path)

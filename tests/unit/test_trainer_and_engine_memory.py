@@ -124,6 +124,7 @@ def test_ranks_hold_all_parameters_and_share_one_copy_of_the_optimizer_state():
     assert rank.state.optimizer == pytest.approx(12 * shape.num_parameters / dims.world_size, rel=0.01)
 
 
+@pytest.mark.extended_after(20)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 1), (4, 2, 1)], ids=str)
 def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
@@ -139,6 +140,7 @@ def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("fields", [QWEN3_8B, QWEN3_30B_A3B], ids=["dense", "moe"])
 def test_an_engine_in_fp8_holds_a_byte_for_each_weight_of_a_matrix_and_the_scales(fields):
     shape, config = published(fields)
@@ -300,6 +302,7 @@ def test_copies_of_weights_in_fp8_are_in_memory_with_the_weights(tp):
     assert trainer_memory(shape, ParallelDims(tp=tp), unused).stages[0].fp8 == 0
 
 
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(("recipe", "of_32"), [("tensorwise", 32), ("blockwise", 33), ("mxfp8", 33)])
 @pytest.mark.parametrize(
     ("fields", "kind", "numel"),

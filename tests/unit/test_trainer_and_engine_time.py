@@ -239,6 +239,7 @@ def test_a_length_distribution_has_the_moments_of_a_large_sample():
     assert lengths.remaining_of(1)[0] == pytest.approx(lengths.mean_context, rel=0.01)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("fields", "tp", "engines", "prompts", "responses"),
     [(QWEN3_8B, 2, 4, 64, 8), (QWEN3_8B, 1, 8, 64, 16), (QWEN3_30B_A3B, 4, 2, 64, 8)],

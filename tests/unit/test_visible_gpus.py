@@ -146,6 +146,7 @@ def test_each_process_sees_its_own_slots_and_the_plan_names_the_same(gpus_per_no
         assert max(shares.values()) < 1, "Ray has a share of the GPU left for the task that reads its id"
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("placement", ["disaggregated", "paired"])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_the_servers_of_a_role_run_on_the_gpus_of_its_pool(monkeypatch, tmp_path, placement, pinned):
@@ -169,7 +170,7 @@ def test_the_servers_of_a_role_run_on_the_gpus_of_its_pool(monkeypatch, tmp_path
     assert found == [planned[:2], planned[2:]] and len(set(planned)) == 4
 
 
-@pytest.mark.extended_except("4")
+@pytest.mark.extended
 @pytest.mark.parametrize("gpus_per_node", [8, 4])
 def test_each_engine_rank_gets_each_byte_once_and_opens_only_memory_of_its_own_gpu(gpus_per_node):
     for seed, ((placement, critic), number) in enumerate(product(product(PLACEMENTS, (0, 16)), range(len(LAYOUTS)))):
