@@ -176,7 +176,7 @@ def _run(
             _push(coordinator, step + 1, speeds.push_s)
         before, now = now, time.monotonic()
         run.step_s.append(now - before)
-        run.engine_s.append(rollouts.sampling_metrics["spent/engine_s"])
+        run.engine_s.append(rollouts.sampling_metrics["component_time/engine_s"])
         run.push_s.append(now - trained)
         run.tokens.append(int(rollouts.response_lengths.sum()))
         run.oldest = max(run.oldest, step - int(rollouts.weight_versions.min()))

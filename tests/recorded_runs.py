@@ -39,7 +39,7 @@ def recorded(run_dir, groups, setup, speeds=SPEEDS, steps=STEPS, pools=None, **r
             groups=[[100 + number, "x"] for number in numbers], requests=numbers, prompts=[p for p, _ in step_groups]
         )
         ledger.append(dict(step=step + 1, **line, lengths=[lengths for _, lengths in step_groups]))
-        spent = {"spent/engine_s": step_s - train_s - speeds.push_s, "time/weight_sync_s": speeds.push_s}
+        spent = {"component_time/engine_s": step_s - train_s - speeds.push_s, "time/weight_sync_s": speeds.push_s}
         metrics.append({"step": step + 1, "time/step_s": step_s, **spent})
     (run_dir / "ledger.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in ledger))
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))

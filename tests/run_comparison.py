@@ -1,11 +1,11 @@
-"""Compares metrics, ledgers and weights of two runs. Ignores the metrics that depend on time, on the layout or on faults."""
+"""Compares metrics, ledgers and weights of two runs. Ignores metrics that depend on time, layout, placement or faults."""
 
 import json
 from pathlib import Path
 
 from safetensors import deserialize
 
-NOT_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")
+NOT_LEARNING = ("time/", "component_time/", "throughput/", "placement/", "weight_sync/", "batch/")
 NOT_REPRODUCIBLE = (
     "mismatch/",
     "rollout/cached",
@@ -15,7 +15,7 @@ NOT_REPRODUCIBLE = (
 
 
 def learning_metrics(path: Path) -> list[dict]:
-    """Return the metrics of each step, without times and without metrics that depend on the layout."""
+    """Return the metrics of each step, without times and without metrics that depend on layout or placement."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(NOT_LEARNING)} for line in lines]
 

@@ -157,15 +157,15 @@ class StepMetrics:
     def of(cls, recorded: Metrics, times: Metrics) -> Self:
         """Combine `times`, the times of the phases of a step, with `recorded`, the metrics from its operations.
 
-        The metric `spent/overlap_s` is the time that the step saved because models worked at the same time.
+        The metric `component_time/overlap_s` is the time that the step saved because models worked at the same time.
         """
         values = recorded | times
         # Sum of the durations of both updates. The phase "update" is shorter if actor and critic train at the same time.
-        updates = sum(values.get(f"spent/{name}_s", 0.0) for name in ("megatron", "critic"))
+        updates = sum(values.get(f"component_time/{name}_s", 0.0) for name in ("megatron", "critic"))
         update_overlap = max(0.0, updates - values.get("time/update_s", 0.0))
-        score_overlap = max(0.0, values.get("spent/score_s", 0.0) - values.get("time/score_s", 0.0))
-        values["spent/overlap_s"] = update_overlap + score_overlap
-        others = sum(values.get(f"spent/{name}_s", 0.0) for name in ("engine", "sync_engine", "reward"))
+        score_overlap = max(0.0, values.get("component_time/score_s", 0.0) - values.get("time/score_s", 0.0))
+        values["component_time/overlap_s"] = update_overlap + score_overlap
+        others = sum(values.get(f"component_time/{name}_s", 0.0) for name in ("engine", "sync_engine", "reward"))
         worker_s = values.get("time/score_s", 0.0) + others + updates - update_overlap
         return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
 
@@ -173,7 +173,7 @@ class StepMetrics:
         """Return all metrics, including those that need the duration of the whole step."""
         return self.values | {
             "time/step_s": seconds,
-            "spent/controller_s": seconds - self.worker_s,
+            "component_time/controller_s": seconds - self.worker_s,
             "throughput/tokens_per_s": self.num_tokens / seconds,
             "throughput/samples_per_s": self.num_samples / seconds,
         }

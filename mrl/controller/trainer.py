@@ -180,7 +180,7 @@ class Trainer:
             # Models with devices of their own compute at the same time.
             calls = [begin(rollouts) for begin in self.scorers]
             computed = [call.result() for call in calls]
-        self.record.add_seconds("spent/score_s", sum(each.seconds for each in computed))
+        self.record.add_seconds("component_time/score_s", sum(each.seconds for each in computed))
         columns: dict[str, list[Handle]] = {}
         for each in computed:
             for name, parts in each.columns.items():

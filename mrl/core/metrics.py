@@ -36,7 +36,7 @@ SECTIONS = {
     "correction": "Correction of the mismatch",
     "throughput": "Throughput",
     "time": "Time by phase",
-    "spent": "Time by component",
+    "component_time": "Time by component",
     "batch": "Batches",
     "weight_sync": "Weight sync",
     "placement": "Placement",
@@ -192,43 +192,43 @@ METRICS: dict[str, Metric] = {
         "", "number of responses that were requested again because an engine failed", ".0f", good="0", reduction="sum"
     ),
     "time/step_s": Metric("s", "wall time of the whole step", ".2f", good="constant after the first step"),
-    "spent/engine_s": Metric(
+    "component_time/engine_s": Metric(
         "s", "time that the step waits for SGLang to sample", ".2f", good="near 0 for disaggregated asynchronous runs"
     ),
-    "spent/megatron_s": Metric(
+    "component_time/megatron_s": Metric(
         "s",
         "part of the step that the slowest rank spends in Megatron's forward and backward passes and optimizer",
         ".2f",
         good="constant for responses of constant length",
     ),
-    "spent/critic_s": Metric(
+    "component_time/critic_s": Metric(
         "s",
         "part of the step that the slowest rank spends in the critic's forward and backward passes and optimizer",
         ".2f",
-        good="at most spent/megatron_s for models of equal size",
+        good="at most component_time/megatron_s for models of equal size",
     ),
-    "spent/score_s": Metric(
+    "component_time/score_s": Metric(
         "s",
         "duration of the forward passes that compute columns, as the sum over all models; passes may run at the same time",
         ".2f",
         good="below the time of the update",
     ),
-    "spent/overlap_s": Metric(
+    "component_time/overlap_s": Metric(
         "s",
         "time saved because models work at the same time: the sum of their durations minus the wall time of score and update",
         ".2f",
         good="above 0 if critic, reference or other models have devices of their own",
     ),
-    "spent/sync_engine_s": Metric(
+    "component_time/sync_engine_s": Metric(
         "s", "part of the step that waits for SGLang to load weights", ".2f", good="a few percent of the step"
     ),
-    "spent/reward_s": Metric(
+    "component_time/reward_s": Metric(
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
-    "spent/reward_overlap_s": Metric(
+    "component_time/reward_overlap_s": Metric(
         "s", "scoring time while engines sample or no step waits for scores", ".2f", good="above 0 if models score"
     ),
-    "spent/controller_s": Metric(
+    "component_time/controller_s": Metric(
         "s",
         "rest of the step: its wall time minus the time in which engines, trainer ranks or rewards work",
         ".2f",

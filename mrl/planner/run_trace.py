@@ -186,7 +186,7 @@ def _is_colocated(pools: Mapping[str, Any]) -> bool:
 
 
 def _step(line: Mapping[str, Any], metrics: Mapping[str, float]) -> RecordedStep:
-    engine_s, push_s = metrics["spent/engine_s"], metrics["time/weight_sync_s"]
+    engine_s, push_s = metrics["component_time/engine_s"], metrics["time/weight_sync_s"]
     responses = np.array(line["lengths"])
     prompts = np.array(line.get("prompts", [0] * len(responses)))
     return RecordedStep(prompts, responses, engine_s, metrics["time/step_s"] - engine_s - push_s, push_s)

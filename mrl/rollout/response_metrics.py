@@ -92,14 +92,14 @@ class SampledStep:
         usages = [sample.trajectory.usage for sample in samples]
         return {
             **Scores.of([sample.score for sample in samples]).metrics(),
-            "spent/reward_s": self.reward_s,
-            "spent/reward_overlap_s": self.reward_overlap_s,
+            "component_time/reward_s": self.reward_s,
+            "component_time/reward_overlap_s": self.reward_overlap_s,
             **_source_metrics(samples, source_name),
             **_reward_statistics([group.rewards for group in groups]),
             **_multi_turn_metrics([usage for usage in usages if usage]),
             "rollout/kept_groups_fraction": len(self.kept) / len(groups),
             "rollout/rounds": float(self.rounds),
-            "spent/engine_s": self.engine_s,
+            "component_time/engine_s": self.engine_s,
         }
 
 

@@ -326,7 +326,7 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
         "batch/trained_tokens": tokens,
         "batch/computed_tokens": computed,
         "batch/optimizer_steps": float(len(reports)),
-        "spent/megatron_s": seconds,
+        "component_time/megatron_s": seconds,
         **mtp_metrics(reports),
         **_step_averages(reports),
     }
@@ -367,7 +367,7 @@ def _critic_metrics(reports: list[UpdateReport]) -> Metrics:
         "critic/value_mean": mean["values"],
         "critic/explained_variance": 1 - residual_variance / variance if variance > 1e-12 else float("nan"),
         "critic/grad_norm": float(np.mean([r.maxima["critic/grad_norm"] for r in reports])),
-        "spent/critic_s": sum(r.maxima["seconds"] for r in reports),
+        "component_time/critic_s": sum(r.maxima["seconds"] for r in reports),
     }
 
 

@@ -91,7 +91,7 @@ def kept_keys(rank: int, folder, recompute: dict):
     return after_scoring, kept[0][1], kept_of_other, sorted(first.chosen_keys), sorted(second.chosen_keys)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["", "recompute"])
 def test_chosen_keys_are_kept_only_until_the_last_layer_has_read_them(run_ranks, tmp_path, recompute):
     folder = make_family("glm_moe_dsa", tmp_path, num_hidden_layers=4)
@@ -114,7 +114,7 @@ def calls_of_indexers(rank: int, folder):
     return len(calls), logits.numpy()
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("topk", "expected_calls"), [(max(LENGTHS), 0), (min(LENGTHS), 2)])
 def test_an_indexer_computes_nothing_if_no_sequence_is_longer_than_its_choice(
     run_ranks, tmp_path, topk, expected_calls

@@ -28,13 +28,17 @@ def calculator(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(start_mrl, calculator):
-    """A run of two recorded steps after a short supervised warm start."""
+    """An asynchronous run of two recorded steps after a supervised warm start, with two trainer ranks and two engine ranks."""
     small = [
         *SMALL,
         f"data.inputs.folder={calculator}",
         "data.inputs.call_fraction=0.5",
         "sft.steps=40",
         "rollout.record=true",
+        "rollout.mode=async",
+        "rollout.max_staleness=0",
+        "parallel.tp=2",
+        "rollout.engine_tp=2",
     ]
     done = start_mrl("train", *small, "trainer.max_steps=2").finish()
     assert done.process.returncode == 0, done.output()
@@ -43,7 +47,7 @@ def run(start_mrl, calculator):
 
 def test_trainer_and_engine_agree_on_every_token_of_conversations(run):
     steps = run.metrics()
-    assert len(steps) == 2 and run.leftovers() == []
+    assert [step["rollout/weight_version"] for step in steps] == [0, 1] and run.leftovers() == []
     for step in steps:
         assert step["mismatch/logprob_abs_max"] <= 1e-4
         assert step["rollout/tool_calls_mean"] > 0.1 and step["rollout/turns_mean"] > 1.1

@@ -4,7 +4,7 @@ import pytest
 from run_comparison import check_equal_weights
 
 PPO = ["algorithm=ppo", "trainer.max_steps=3", "checkpoint.every=2", "parallel.dp=2"]
-TIMING = {"time", "spent", "throughput", "placement", "mismatch"}
+TIMING = {"time", "component_time", "throughput", "placement", "mismatch"}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def check_switches(run, least: int) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.extended
 def test_a_colocated_run_gives_the_same_metrics_and_weights(start_mrl, quickstart, recorded):
     """The checkpoints of the colocated run are completed while the actor is offloaded and its process groups are suspended."""
     options = ["trainer.max_steps=5", "placement=colocated", "checkpoint.every=1"]

@@ -143,7 +143,7 @@ def test_a_trained_reward_model_is_the_reward_of_a_run(start_mrl, quickstart, re
     reward = ["reward=served_reward_model", f"roles.reward_model.path={folder}", "rollout.deterministic=false"]
     run = start_mrl("train", *quickstart, *reward, "trainer.max_steps=2").finish(600)
     assert run.process.returncode == 0 and run.leftovers() == [], run.output()
-    assert sum(step["spent/reward_overlap_s"] for step in run.metrics()) > 0
+    assert sum(step["component_time/reward_overlap_s"] for step in run.metrics()) > 0
     samples = [sample for _, found in read_samples(run.folder) for sample in found]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder)

@@ -10,20 +10,27 @@ from run_comparison import check_equal_runs, check_equal_weights, learning_metri
 from mrl.checkpoint.run_dir import read_events
 from mrl.core.sample_file import read_samples
 
+KINDS = {"colocated": ["placement=colocated"], "asynchronous": ["rollout.mode=async", "rollout.max_staleness=0"]}
 
-def test_an_asynchronous_run_whose_driver_is_killed_equals_an_uninterrupted_synchronous_run(
-    start_mrl, quickstart, recorded, tmp_path, user_module
+
+@pytest.mark.extended_except("colocated")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_synchronous_run(
+    start_mrl, quickstart, recorded, tmp_path, user_module, kind
 ):
-    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is already complete."""
+    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2, which is already complete.
+
+    In the uninterrupted run, models and engines have devices of their own.
+    """
     user_module("killing_filter", KILLING_FILTER)
     kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
-    options = ["trainer.max_steps=5", "rollout.mode=async", "rollout.max_staleness=0"]
     checkpoints = ["checkpoint.every=2", "checkpoint.asynchronous=false"]
-    run = start_mrl("train", *quickstart, *kill, *options, *checkpoints).finish(400)
+    run = start_mrl("train", *quickstart, *kill, "trainer.max_steps=5", *KINDS[kind], *checkpoints).finish(400)
     assert run.process.returncode == 0, run.output()
     assert (tmp_path / "killed").exists() and "restart 1 of 5" in run.output()
     check_equal_runs(run.folder, recorded.folder)
     assert run.leftovers() == []
+    assert all((step.get("placement/switches", 0) >= 2) == (kind == "colocated") for step in run.metrics())
     events = [(event.event, event.step, event.outcome) for event in read_events(run.folder)]
     assert events == [("start", 0, None), ("resume", 2, None), ("end", 5, "finished")], "a killed driver writes no end"
     assert [step for step, _ in read_samples(run.folder)] == [1, 2, 3, 4, 5]

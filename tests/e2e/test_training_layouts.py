@@ -29,7 +29,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.extended_except("tp2 pp2, to an engine with tp2")
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_engines_have_the_trained_weights_after_each_update(start_mrl, quickstart, layout):
     """The log-probabilities of trainer and engine are compared in each of four steps."""

@@ -182,7 +182,6 @@ FAULTS = [
 CORE_FAULTS = (
     "PyPI's apex",
     "fewer GPUs than the config needs",
-    "a host that others cannot reach",
     "hosts with different NCCL settings",
     "the model folder is missing on one host",
 )

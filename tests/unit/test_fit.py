@@ -425,7 +425,7 @@ def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
     one, two = report(2.0, 0.5), report(6.0, 1.0)
     apart = critic.metrics([CriticUpdate([one], 0.1), CriticUpdate([two], 0.2)])
     assert apart == critic.metrics([CriticUpdate([one, two], 0.2)])
-    assert apart["critic/loss"] == 0.75 and apart["spent/critic_s"] == 2.0 and apart["critic/lr"] == 0.2
+    assert apart["critic/loss"] == 0.75 and apart["component_time/critic_s"] == 2.0 and apart["critic/lr"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -441,9 +441,14 @@ def test_the_metrics_of_the_critic_count_all_updates_of_a_step():
 )
 def test_the_overlap_is_the_time_that_models_saved_by_working_at_the_same_time(score_s, update_s, overlap_s):
     """Models work for 5 s in the phase `score` and for 9 s in the phase `update`."""
-    spent = {"spent/score_s": 5.0, "spent/megatron_s": 6.0, "spent/critic_s": 3.0, "spent/engine_s": 1.0}
+    spent = {
+        "component_time/score_s": 5.0,
+        "component_time/megatron_s": 6.0,
+        "component_time/critic_s": 3.0,
+        "component_time/engine_s": 1.0,
+    }
     rewards = {"reward/mean": 0.5, "rollout/tokens": 40.0, "rollout/samples": 8.0}
     step = StepMetrics.of(spent | rewards, {"time/score_s": score_s, "time/update_s": update_s})
     found = step.with_duration(30.0)
-    assert found["spent/overlap_s"] == overlap_s
-    assert found["spent/controller_s"] == 30 - (1 + score_s + min(9, update_s))
+    assert found["component_time/overlap_s"] == overlap_s
+    assert found["component_time/controller_s"] == 30 - (1 + score_s + min(9, update_s))

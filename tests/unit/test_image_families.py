@@ -264,7 +264,7 @@ def test_interleaved_axes_alternate_at_the_beginning():
 @dataclass
 class Pack:
     position_ids: torch.Tensor
-    source: np.ndarray
+    token_index: np.ndarray
     axis_position_ids: torch.Tensor | None = None
     images: PackedImages | None = None
 

@@ -103,6 +103,7 @@ def test_worker_processes_of_rewards_find_only_the_own_modules_of_the_user(packa
     assert done.returncode == 0 and done.stdout == "[0.0, 1.0] False\n", done.stdout + done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["models/__init__.py", "parallel.py"])
 def test_a_module_in_pythonpath_that_hides_one_of_mrl_is_an_error_in_one_line(package, crowded, tmp_path, name):
     for other in {"models/__init__.py", "parallel.py", "mrl.py"} - {name}:

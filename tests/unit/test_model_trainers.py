@@ -104,7 +104,7 @@ def test_the_observer_of_updates_gets_the_index_of_the_update_in_its_step():
 
 def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
     metrics, group = update([1, -1, 1, 0, 0, 0, 2, 2], mini_batches=2)
-    assert metrics["batch/optimizer_steps"] == 2 and metrics["spent/megatron_s"] == 2
+    assert metrics["batch/optimizer_steps"] == 2 and metrics["component_time/megatron_s"] == 2
     assert metrics["batch/trained_tokens"] == 1 + 2 + 3 + 7 + 8
     assert metrics["mismatch/logprob_abs_mean"] == 0.5 and metrics["policy/entropy_mean"] == 2.0
     assert metrics["mismatch/ess_fraction"] == 1 and metrics["mismatch/chi2"] == 0

@@ -61,7 +61,6 @@ def test_published_sizes_of_models_with_recurrent_layers(fields, billions):
     assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.extended_after(2)
 @pytest.mark.parametrize(
     ("fields", "parameters"),
     [

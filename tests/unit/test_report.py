@@ -20,7 +20,12 @@ def make_run(folder: Path, steps: int = 3, config=None, samples=(), **metrics) -
     write_json(folder / "run.json", {"command": "train", "config": {"run": {"name": "toy"}, **(config or {})}})
     file, kept = JsonLinesFile(folder / "metrics.jsonl"), JsonLinesFile(folder / "samples.jsonl", 1 << 60)
     for step in range(1, steps + 1):
-        values = {"reward/mean": 0.0, "time/step_s": 2.0, "spent/engine_s": 1.5, "spent/controller_s": 0.5}
+        values = {
+            "reward/mean": 0.0,
+            "time/step_s": 2.0,
+            "component_time/engine_s": 1.5,
+            "component_time/controller_s": 0.5,
+        }
         file.write(step, values | {name.replace("__", "/"): value for name, value in metrics.items()})
         if samples:
             kept.write(step, {"samples": list(samples)})
@@ -378,7 +383,7 @@ def test_the_time_of_a_step_leaves_out_evaluation_and_checkpoints(tmp_path):
     )
     assert data["time"]["phases"] == {"rollout": [1.5] * 3, "update": [0.5] * 3}
     assert data["sentences"][-1] == "Between the steps, evaluations took 30.00 s and checkpoints took 3.00 s in all."
-    assert sum(seconds for _, seconds in data["spent"]) == pytest.approx(2.0)
+    assert sum(seconds for _, seconds in data["components"]) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,14 @@
-"""Batched attention on a CPU gives the results of SGLang's attention, which runs sequence by sequence."""
+"""Batched attention on a CPU gives the results of SGLang's attention, which runs sequence by sequence.
+
+Tests import SGLang inside functions, because the import takes seconds, and every process of pytest-xdist imports this module.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor
-
-from mrl.rollout.cpu import ATTENTION_BACKEND, sdpa_attention, torch_ops
 
 NUM_SLOTS = 20_000
 
@@ -41,6 +39,8 @@ class Case:
         return cls(queries, keys, query, *caches, slots, requests, size**-0.5)
 
     def stock(self, window: int | None = None) -> Tensor:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
         backend, output = object.__new__(TorchNativeAttnBackend), torch.empty_like(self.query)
         gqa = self.query.size(1) != self.k_cache.size(1)
         common = (self.query, output, self.k_cache, self.v_cache, self.slots, self.requests, self.key_lens)
@@ -51,6 +51,8 @@ class Case:
         return backend._run_sdpa_forward_extend(*common, prefix, self.query_lens, None, causal=True, **options)
 
     def ours(self, window: int | None = None) -> Tensor:
+        from mrl.rollout.cpu import sdpa_attention
+
         output = torch.full_like(self.query, float("nan"))
         for tile in sdpa_attention.make_plan(self.query_lens, self.key_lens, self.slots, self.requests):
             sdpa_attention.run_tile(tile, self.query, output, self.k_cache, self.v_cache, self.scaling, window)
@@ -102,6 +104,8 @@ def test_one_sequence_of_one_token():
 
 def test_every_row_is_in_one_tile_and_tiles_stay_within_their_limits():
     """The limits of padding and memory hold for all lengths. A row that exceeds the limits has a tile of its own."""
+    from mrl.rollout.cpu import sdpa_attention
+
     lens = [1, 1, 2, 3, 5, 9, 800, 5000, 70_000] * 30
     rows = sdpa_attention.split_rows([min(n, 700) for n in lens], lens)
     groups = sdpa_attention.group_rows(rows)
@@ -114,6 +118,8 @@ def test_every_row_is_in_one_tile_and_tiles_stay_within_their_limits():
 
 
 def test_the_rows_of_a_prompt_cover_its_tokens():
+    from mrl.rollout.cpu import sdpa_attention
+
     rows = sdpa_attention.split_rows([1200, 1], [1300, 7])
     assert [r.num_queries for r in rows] == [512, 512, 176, 1]
     assert [r.num_keys for r in rows] == [612, 1124, 1300, 7]
@@ -121,12 +127,20 @@ def test_the_rows_of_a_prompt_cover_its_tokens():
 
 
 def test_sglang_finds_the_backend_by_name():
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from mrl.rollout.cpu import ATTENTION_BACKEND, sdpa_attention
+
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
     assert isinstance(ATTENTION_BACKENDS[ATTENTION_BACKEND](runner), sdpa_attention.BatchedSdpaBackend)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm_equals_sglangs(with_residual):
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    from mrl.rollout.cpu import torch_ops
+
     norm = RMSNorm(64)
     norm.weight.data.normal_()
     x, residual = torch.randn(30, 64), torch.randn(30, 64) if with_residual else None
@@ -135,5 +149,9 @@ def test_rms_norm_equals_sglangs(with_residual):
 
 
 def test_rms_norm_leaves_other_dtypes_to_sglang():
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    from mrl.rollout.cpu import torch_ops
+
     norm, x = RMSNorm(64), torch.randn(30, 64, dtype=torch.bfloat16)
     assert torch.equal(torch_ops.rms_norm(norm, x), norm.forward_native(x))

@@ -18,8 +18,12 @@ def test_metrics_cover_filtered_groups_as_well():
     numbers = step.metrics()
     assert numbers["reward/mean"] == 4 / 8 and numbers["reward/failed_fraction"] == 1 / 8
     assert numbers["rollout/kept_groups_fraction"] == 2 / 4 and numbers["rollout/rounds"] == 2
-    spent = {name: value for name, value in numbers.items() if name.startswith("spent/")}
-    assert spent == {"spent/engine_s": 3.0, "spent/reward_s": 2.0, "spent/reward_overlap_s": 1.5}
+    spent = {name: value for name, value in numbers.items() if name.startswith("component_time/")}
+    assert spent == {
+        "component_time/engine_s": 3.0,
+        "component_time/reward_s": 2.0,
+        "component_time/reward_overlap_s": 1.5,
+    }
     metrics.check(spent)
 
 

@@ -189,7 +189,7 @@ COMPONENT_TEXTS = {
     "reward": "rewards",
     "controller": "the controller",
 }
-"""Component, as in the metric spent/<component>_s -> words for it."""
+"""Component, as in the metric component_time/<component>_s -> words for it."""
 
 
 def mean_step_s(run: RecordedRun) -> float:
@@ -197,24 +197,24 @@ def mean_step_s(run: RecordedRun) -> float:
     return _mean(run.series("time/step_s").values())
 
 
-def spent_shares(run: RecordedRun) -> dict[str, float]:
-    """Return component -> its fraction of the total time of all steps, from the metrics spent/*. The largest comes first."""
+def component_shares(run: RecordedRun) -> dict[str, float]:
+    """Return component -> its fraction of the total time of all steps, from component_time/*. The largest comes first."""
     total = sum(run.series("time/step_s").values())
-    seconds = {part: sum(run.series(f"spent/{part}_s").values()) for part in COMPONENT_TEXTS}
+    seconds = {part: sum(run.series(f"component_time/{part}_s").values()) for part in COMPONENT_TEXTS}
     shares = {part: value / total for part, value in seconds.items() if value} if total else {}
     return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
 
-def mean_spent(run: RecordedRun) -> list[tuple[str, float]]:
+def mean_component_times(run: RecordedRun) -> list[tuple[str, float]]:
     """Return (component, seconds that it takes in a step on average), largest first."""
-    return [(COMPONENT_TEXTS[part], share * mean_step_s(run)) for part, share in spent_shares(run).items()]
+    return [(COMPONENT_TEXTS[part], share * mean_step_s(run)) for part, share in component_shares(run).items()]
 
 
 def time_text(run: RecordedRun) -> str:
     """Say how long a step takes on average, and which share of this time each component takes."""
-    shares = spent_shares(run)
+    shares = component_shares(run)
     if not shares:
-        return "Not recorded: no step has time/step_s and spent/*."
+        return "Not recorded: no step has time/step_s and component_time/*."
     first = next(iter(shares))
     others = ", ".join(
         f"{COMPONENT_TEXTS[part]} {percent(share)}" for part, share in list(shares.items())[1:] if share >= 0.005
@@ -237,7 +237,7 @@ def time_sentences(run: RecordedRun) -> list[str]:
 
 def _idle_text(run: RecordedRun) -> str:
     """Say during which share of a step the slowest trainer rank computes. Returns "" if this share is unknown."""
-    share = spent_shares(run).get("megatron")
+    share = component_shares(run).get("megatron")
     if share is None:
         return ""
     return (

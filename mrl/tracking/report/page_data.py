@@ -20,14 +20,14 @@ from mrl.tracking.report.answers import (
 )
 from mrl.tracking.report.charts import (
     COMPONENT_TEXTS,
+    component_shares,
     describe,
     distributions,
     learning_charts,
-    mean_spent,
+    mean_component_times,
     mean_step_s,
     metric_rows,
     overlaid_charts,
-    spent_shares,
     time_chart,
     time_sentences,
     time_text,
@@ -53,7 +53,7 @@ def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
         "resumes": run.resumed_steps,
         "time": time_chart(run),
         "sentences": time_sentences(run),
-        "spent": mean_spent(run),
+        "components": mean_component_times(run),
         "ranks": [_rank_values(rank) for rank in run.ranks],
         "timeline": run.timeline,
         "distributions": distributions(run),
@@ -230,7 +230,7 @@ def _faster_text(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     quick = int(seconds[1] < seconds[0])
     largest = [
         f" In {labels[quick]}, the largest part of a step is {COMPONENT_TEXTS[part]}, {percent(share)}."
-        for part, share in spent_shares(runs[quick]).items()
+        for part, share in component_shares(runs[quick]).items()
     ]
     return (
         f"{labels[quick]}: a step takes {number(seconds[quick])} s, {number(seconds[1 - quick])} s in the other run (means, "

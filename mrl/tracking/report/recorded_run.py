@@ -94,7 +94,11 @@ class RecordedRun:
     def has_one_rank(self) -> bool:
         """Return whether the config says that the run has one trainer rank."""
         sizes = [self.setting(f"parallel.{name}", 1) for name in ("tp", "pp", "cp", "ep", "dp", "world_size")]
-        return "parallel" in self.config and all(size == 1 for size in sizes) and "spent/critic_s" not in self.last
+        return (
+            "parallel" in self.config
+            and all(size == 1 for size in sizes)
+            and "component_time/critic_s" not in self.last
+        )
 
     @property
     def start(self) -> RunEvent | None:
