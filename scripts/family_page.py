@@ -131,14 +131,14 @@ class FamilyPage:
         return found
 
     def _settings(self) -> dict[str, dict[str, Any]]:
-        """Return architecture -> engine_... arguments of its Family."""
+        """Return architecture -> those arguments of its Family on which a refusal or a remark depends."""
         found = {}
         for path in sorted((self.root / "models/families").glob("*.py")):
             module = read_module(self.root, path.relative_to(self.root))
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "Family":
                     keywords = {keyword.arg or "": keyword.value for keyword in node.keywords}
-                    own = {n: v for n, v in keywords.items() if n.startswith("engine_") and n in self._conditions}
+                    own = {n: v for n, v in keywords.items() if n in self._conditions}
                     values = {name: module.evaluate(value) for name, value in own.items()}
                     found[module.evaluate(keywords["architecture"])] = values | _reading(module, keywords["translate"])
         return found

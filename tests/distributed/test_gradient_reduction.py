@@ -224,6 +224,7 @@ def train_without_a_micro_batch(rank: int, path):
             train(model, "dense", block, [replace(batches[0], micro_batches=())])
 
 
+@pytest.mark.extended
 def test_megatrons_own_overlap_needs_a_micro_batch_on_every_replica(run_ranks, tmp_path):
     """Therefore mrl starts the reductions itself. If this test fails, Megatron also starts reductions without a micro-batch."""
     make("dense", tmp_path)

@@ -232,6 +232,7 @@ def test_all_mini_batches_use_the_old_log_probabilities_of_the_weights_before_th
         np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the policy's own updates do not count
 
 
+@pytest.mark.extended
 def test_clipping_changes_the_updated_weights(run_ranks, tmp_path):
     """Without the old log-probabilities, every ratio would be 1 and no token would be clipped."""
     make("dense", tmp_path)

@@ -1,6 +1,6 @@
 """Training runs in several layouts, and `mrl certify`, which compares a layout with one process.
 
-tests/e2e/test_train.py tests that the reward rises. tests/learning tests it for every algorithm and more layouts.
+tests/e2e/test_quickstart.py tests that the reward rises. tests/learning tests it for every algorithm and more layouts.
 """
 
 import json

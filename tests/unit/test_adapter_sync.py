@@ -191,6 +191,7 @@ def test_an_engine_whose_requests_still_use_old_adapters_is_reported_before_the_
     assert report.seconds < 4.0
 
 
+@pytest.mark.extended
 def test_an_engine_that_does_not_answer_is_named(serve, push_to):
     server = serve(AdapterEngine)
     server.stop()
@@ -236,7 +237,7 @@ def planned(folder, tmp_path, *overrides):
     return config, plan_model(config, str(folder))
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -271,6 +272,7 @@ def test_matrices_that_sglang_cannot_adapt_are_refused(models, tmp_path):
     check_adapter_sync(*planned(models["deepseek_v3"], tmp_path, "weight_sync.lora=merged"))
 
 
+@pytest.mark.extended
 def test_models_whose_engines_get_no_adapters_are_refused(models, tmp_path):
     config, actor = planned(models["qwen3"], tmp_path)
     tower = VisionTower("tower", {}, image_token=1, merge_size=2, rope_axes=(), repeats={})

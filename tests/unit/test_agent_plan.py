@@ -23,6 +23,7 @@ def plan(inputs, tmp_path, *overrides: str) -> TrainPlan:
     return plan_training(hydra_entry.compose_config([*ours, *overrides]))
 
 
+@pytest.mark.extended
 def test_the_calculator_experiment_has_an_agent_and_a_prefix_cache(inputs, tmp_path):
     made = plan(inputs, tmp_path)
     assert made.agent is not None and made.agent.max_turns == 2
@@ -30,7 +31,7 @@ def test_the_calculator_experiment_has_an_agent_and_a_prefix_cache(inputs, tmp_p
     assert made.server_args["disable_radix_cache"] is False
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "override",
     ["+sglang.disable_radix_cache=true", "weight_sync.pause_mode=in_place", "rollout.agent=null"],
@@ -40,7 +41,7 @@ def test_the_prefix_cache_is_off(inputs, tmp_path, override):
     assert plan(inputs, tmp_path, override).server_args["disable_radix_cache"] is True
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("override", "why"),
     [

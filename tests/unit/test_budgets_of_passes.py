@@ -58,7 +58,7 @@ def test_a_budget_that_is_not_set_is_the_actors_for_the_same_kind_of_pass(overri
     assert found == [TokenBudgets(*budgets) for budgets in expected]
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -162,6 +162,7 @@ def test_the_planned_memory_follows_the_budget_of_each_pass(tmp_path):
     assert explicit == equal
 
 
+@pytest.mark.extended
 def test_advice_halves_every_budget_that_is_set(tmp_path):
     given = config_of(
         "Qwen3-8B", tmp_path, *PLANNED, "critic.max_tokens_per_micro_batch=4096",
@@ -179,6 +180,7 @@ def test_advice_halves_every_budget_that_is_set(tmp_path):
     assert "critic.max_tokens_per_forward_micro_batch" not in " ".join(changes)
 
 
+@pytest.mark.extended
 def test_the_search_knows_the_budgets(tmp_path):
     """The budget of a pass sets its number of packs and its memory. The packs of all other passes do not change."""
     given = config_of("Qwen3-8B", tmp_path, *PLANNED, "cluster.nodes=2")

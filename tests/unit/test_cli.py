@@ -95,7 +95,7 @@ def test_bash_completes_commands_keys_groups_and_values(line, offered):
     assert found and all(word.startswith(prefix) for word in found)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_each_script_has_every_command_and_only_keys_that_exist(shell, capsys):
     assert cli.main(["completion", shell]) == 0

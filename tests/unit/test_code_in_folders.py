@@ -50,6 +50,7 @@ def test_a_folder_of_kimi_k2_is_read_and_written_without_its_code(kimi, tmp_path
     assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == "kimi_k2"
 
 
+@pytest.mark.extended
 def test_sglang_reads_the_config_of_kimi_k2_without_its_code(kimi):
     """Engines start without `trust_remote_code`."""
     from sglang.srt.utils.hf_transformers.config import get_config  # the import takes seconds

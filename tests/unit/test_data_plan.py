@@ -47,6 +47,7 @@ def plain(inputs):
     return [f"data.train=[{inputs}/plain.jsonl]", "data.columns={prompt:q,ground_truth:a}", "data.test=[]"]
 
 
+@pytest.mark.extended
 def test_the_quickstart_has_training_and_held_out_prompts(inputs, tmp_path):
     train, test = plan(inputs, tmp_path)
     assert (len(train), len(test)) == (40, 10) and test.rows_by_source() == {"": range(10)}
@@ -153,6 +154,7 @@ def test_the_longest_responses_of_a_set_limit_its_prompts(inputs, tmp_path):
         plan(inputs, tmp_path, sets(64))
 
 
+@pytest.mark.extended
 def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
     none = "{_target_: mrl.rewards.by_source.BySource, rewards: {aime: {_target_: mrl.rewards.rule_based.GSM8K}}}"
     with pytest.raises(
@@ -161,7 +163,7 @@ def test_each_set_needs_a_reward_that_scores_its_rows(inputs, tmp_path):
         plan(inputs, tmp_path, f"data.test_sets={{x: {{files: [{inputs}/test.parquet], reward: {none}}}}}")
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("node", "message"),
     [

@@ -360,7 +360,7 @@ def test_an_adopted_family_is_the_file_that_the_command_writes(name):
     assert edits == HAND_EDITS.get(name, "").splitlines()
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("prefix", "lines"),
     [
@@ -376,6 +376,7 @@ def test_unknown_operators_are_named(prefix, lines):
         assert any(line in problem for problem in problems), (line, problems)
 
 
+@pytest.mark.extended
 def test_a_field_of_the_rotary_embedding_that_nothing_explains_is_named():
     found = tiny("ministral3")
     proposal = propose(found)
@@ -394,6 +395,7 @@ def test_round_off_in_place_of_a_gradient_of_zero_is_no_difference():
     assert not compare_gradients("m", dict(theirs, a=torch.tensor([1.0, 2.1])), theirs).passed
 
 
+@pytest.mark.extended
 def test_a_family_that_is_not_proven_is_not_written(tmp_path, capsys):
     model, output = tmp_path / "config.json", tmp_path / "gemma.py"
     model.write_text(json.dumps(config_of("Gemma2", pad_token_id=0)))
@@ -417,6 +419,7 @@ def test_a_derived_family_is_proven_and_written(tmp_path, capsys, name):
     assert command.main(["derive", str(model), "--output", str(output)]) == 2, "an existing file is never overwritten"
 
 
+@pytest.mark.extended
 def test_the_check_of_a_layout_has_the_verdict_of_mrl_certify(monkeypatch, tmp_path, capsys):
     config = hydra_entry.compose_config(hydra_entry.check_overrides(["experiment=quickstart", f"run.dir={tmp_path}"]))
     monkeypatch.setattr(certify.plan_tools, "plan_parity", lambda config: SimpleNamespace(dims="tp2"))

@@ -145,7 +145,7 @@ def write_other_vocabulary(tmp_path, size: int):
 SERVED = "roles.teacher.num_engines=1"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "message"),
     [
@@ -173,7 +173,7 @@ def test_a_teacher_that_cannot_work_is_refused(tmp_path, algorithm, overrides, m
         check_distillation(config, parts, models)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("overrides", [[], [SERVED]])
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, overrides):
     larger = write_other_vocabulary(tmp_path, 151_937)
@@ -370,6 +370,7 @@ def test_a_served_teacher_returns_the_most_probable_tokens_of_each_sampled_token
     assert none["top_logprobs"].shape == (0, 4) and none["top_ids"].shape == (0, 3)
 
 
+@pytest.mark.extended
 def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkeypatch):
     monkeypatch.setattr("mrl.rollout.served_models.RETRY_PAUSE_S", 0.01)
     server, block = Teacher(statuses=(400,)), TokenBlock.from_lists([[1]], [[2]])

@@ -197,6 +197,7 @@ def test_a_driver_that_hangs_after_its_first_answer_is_an_error_of_the_host(monk
     assert host_probe.read_gpus().error == "nvidia-smi did not answer within 20 s"
 
 
+@pytest.mark.extended
 def test_a_host_that_joins_too_late_is_named(here, monkeypatch):
     monkeypatch.setattr(examine, "gather_facts", lambda requirements, rank=0: here)
     answers = {"requirements": {0: None}, "joined": {0: []}}
@@ -277,7 +278,7 @@ def test_findings_that_differ_in_their_hosts_are_merged_and_the_most_severe_come
     assert outliers(dict(a=1, b=1, c=2)) == dict(c=2) and outliers({}) == {}
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["folder", "port"])
 def test_processes_exchange_values_and_time_out_for_a_missing_process(kind, tmp_path):
     lease = PortLease()
@@ -373,7 +374,7 @@ def test_requirements_are_derived_from_the_config(tmp_path):
     assert "parallel.tp=3 does not divide num_attention_heads" in mistake
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("keys", "refusal"),
     [
@@ -407,6 +408,7 @@ def test_existing_checkpoints_reduce_the_space_that_is_needed(tmp_path):
     assert at_the_end.checkpoint_bytes == before // 3, "one checkpoint"
 
 
+@pytest.mark.extended
 def test_a_point_of_a_sweep_is_checked_by_its_folder(tmp_path, capsys):
     fixed = ("experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs")
     Sweep(tmp_path / "a=b", "g", "reward/mean", True, fixed, (("parallel.tp=3",), ("parallel.tp=2",))).write()

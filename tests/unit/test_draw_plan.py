@@ -111,7 +111,7 @@ def test_stop_texts_of_the_run_need_engines_with_a_tokenizer(config):
 IMPORTANCE = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -157,7 +157,7 @@ def broken_sampler(chosen):
     raise RuntimeError("no rows today")
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -243,7 +243,7 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
     assert (found[2] == -0.5).all() and (found[3] == -2.0).all() and np.isnan(found[1]).all()
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

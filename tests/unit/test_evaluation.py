@@ -132,6 +132,7 @@ def test_a_threshold_decides_what_passes(folder):
     assert list(everything.pass_at) == [1, 3] and everything.pass_at[1].value == 1.0
 
 
+@pytest.mark.extended
 def test_stored_scores_are_used_unless_rescore_is_set(folder):
     manifest = json.loads((folder / "_generate.json").read_text())
     manifest["settings"]["reward"] = LAST_WORD

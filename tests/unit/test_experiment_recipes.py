@@ -38,7 +38,7 @@ def test_every_planned_recipe_is_labeled_and_checked_here():
     assert labeled == RECIPES.keys() | {SUPERVISED}
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_a_recipe_fits_on_whole_nodes_of_h100(experiment, tmp_path):
     config, (_, gpus) = planned(experiment, tmp_path), RECIPES[experiment]
@@ -54,6 +54,7 @@ def test_a_large_recipe_does_not_fit_on_a_quarter_of_its_gpus(experiment, tmp_pa
     assert not memory_of(planned(experiment, tmp_path, *QUARTERED[experiment])).fits
 
 
+@pytest.mark.extended
 def test_the_supervised_recipe_composes(tmp_path):
     config = config_of("Qwen3-0.6B", tmp_path, experiment=SUPERVISED)
     assert config.sft.train and config.parallel.dp == GPUS_PER_NODE and config.cluster.hardware.name == "h100"

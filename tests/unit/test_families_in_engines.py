@@ -105,6 +105,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.extended_after(5)
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
     config = HFConfig("config.json", fields(name))
@@ -167,6 +168,7 @@ def test_gemma_with_plain_rotary_embeddings_has_an_engine(fields):
     family_of(config).check_engine(config, family_of(config).read(config))
 
 
+@pytest.mark.extended
 def test_sglang_scales_the_rotary_embeddings_of_gemma_in_layers_with_full_attention(fields):
     """SGLang passes the parameters of these layers to its module, and plain ones for layers with a window."""
     from sglang.srt.models.gemma3_causal import Gemma3RotaryEmbedding  # the import takes seconds
@@ -177,7 +179,7 @@ def test_sglang_scales_the_rotary_embeddings_of_gemma_in_layers_with_full_attent
     assert torch.equal(Gemma3RotaryEmbedding(config).inv_freq, read(known).rope.inv_freq())
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "is_refused"), [("olmo2", True), ("qwen3", False)])
 def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(fields, tmp_path, name, is_refused):
     """Both models have two key/value heads."""
@@ -194,7 +196,7 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
         engine_topology(config, actor)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "device", "is_refused"),
     [

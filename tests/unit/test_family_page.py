@@ -163,7 +163,7 @@ def test_the_page_says_what_is_known_of_some_families():
     others = ("plan", "adapters to engines", "ep", "etp")
     assert {qwen3[title] for title in titles if title not in others} == {"`make test`"}
     assert qwen3["ep"].startswith("refused") and olmo3["engine"].startswith("refused")
-    assert qwen3_5["engine"].startswith("refused on CPUs") and qwen3_5["pp"] == "`make test`"
+    assert qwen3_5["engine"].startswith("refused on CPUs") and qwen3_5["pp"] == "`make test-all`"
     assert "does not implement <architecture>" in text and "no kernels for <architecture> on a CPU" in text
 
 

@@ -62,6 +62,7 @@ def matrices(dtype):
     yield (448 * torch.exp2(exponents))[None].to(dtype)  # the largest weight of a block becomes 448
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks_are_quantized_bit_for_bit_as_sglang_does(dtype):
     theirs = sglang_quantizer()
@@ -71,6 +72,7 @@ def test_blocks_are_quantized_bit_for_bit_as_sglang_does(dtype):
         assert same_bytes(values, expected_values) and same_bytes(scales, expected_scales)
 
 
+@pytest.mark.extended
 def test_a_quantized_weight_differs_by_at_most_half_a_step_of_its_format():
     """E4M3 has 3 bits of mantissa: the relative error is at most 1/16, or half of the smallest step (2**-9) near zero."""
     for weight in matrices(torch.float32):

@@ -25,7 +25,7 @@ def layout_of(model, folder, *overrides):
     return engine_layout(config, SimpleNamespace(hf=hf, arch=family_of(hf).read(hf), dims=dims))
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [

@@ -152,6 +152,7 @@ def bytes_of(plan) -> list[bytes]:
     return [path.read_bytes() for path in sorted(plan.store.folder.glob("responses_*.parquet"))]
 
 
+@pytest.mark.extended
 def test_a_generation_holds_every_response_in_order(configure, inputs):
     plan = plan_generation(configure(**{"generate.logprobs": True}))
     totals = run(plan)

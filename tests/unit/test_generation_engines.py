@@ -198,6 +198,7 @@ def test_urls_that_do_not_answer_are_left_out_with_a_warning(configure, external
     assert f"{starting.url} is left out: it answers, but it is not ready" in caplog.text
 
 
+@pytest.mark.extended
 def test_servers_with_different_keys_and_one_whose_key_is_unknown(configure, external, caplog, monkeypatch):
     monkeypatch.setenv("MRL_ENGINE_KEY", "common-key")
     common, own, strange = external(key="common-key"), external(key="own=key"), external(key="strange-key")
@@ -228,6 +229,7 @@ def test_a_url_that_ignores_seeds_is_refused(configure, external):
         generate(plan_generation(configure(**keys)), Counting(), nullcontext(QUIET))
 
 
+@pytest.mark.extended
 def test_the_engines_of_a_job_need_a_pool_of_their_own(configure):
     config = configure(**{"rollout.num_engines": 6, "rollout.engine_tp": 2, "placement.pools": {"all": ["actor"]}})
     pools = engine_pools(config)

@@ -150,6 +150,7 @@ def test_weights_that_an_interrupted_evaluation_has_converted_are_not_evaluated(
         run_harness(plan_harness(configure()), nullcontext())
 
 
+@pytest.mark.extended
 def test_a_failed_harness_ends_the_command(configure, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_STATUS", "3")
     with serving(CompletionsEngine()) as urls, pytest.raises(SystemExit) as ended:
@@ -157,6 +158,7 @@ def test_a_failed_harness_ends_the_command(configure, monkeypatch, capfd):
     assert ended.value.code == 1 and "lm_eval ended with status 3" in capfd.readouterr().err
 
 
+@pytest.mark.extended
 def test_requests_of_the_harness_go_to_the_other_engine_when_one_fails(configure, tmp_path):
     servers = [CompletionsEngine(statuses=(BROKEN,) * 9), CompletionsEngine()]
     with serving(*servers) as urls:
@@ -165,6 +167,7 @@ def test_requests_of_the_harness_go_to_the_other_engine_when_one_fails(configure
     assert json.loads(Path(report["harness"]["file"]).read_text())["answers"] == ["1", "2", "3", "4"]
 
 
+@pytest.mark.extended
 def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
     config = configure()
     with serving(CompletionsEngine(statuses=(400,))) as urls:

@@ -232,6 +232,7 @@ def test_by_default_all_sets_are_sampled_once_at_temperature_1_and_once_greedily
     assert evaluations_of("data.test=[]") == ()
 
 
+@pytest.mark.extended
 def test_a_set_says_how_it_is_sampled_and_scored():
     reward = "{_target_: mrl.rewards.rule_based.GSM8K, strict: false}"
     sets = (

@@ -80,6 +80,7 @@ def test_the_shapes_task_can_be_planned(inputs, tmp_path):
     assert not any("visual" in name for name in layout.param_shapes(0))
 
 
+@pytest.mark.extended
 def test_the_held_out_problems_of_the_shapes_task_are_new_and_all_answers_are_likely(inputs):
     files = [pq.read_table(inputs / f"{split}.parquet").to_pylist() for split in ("train", "test")]
     train, test = ({(row["images"][0]["bytes"], row["prompt"][0]["content"]) for row in rows} for rows in files)
@@ -96,6 +97,7 @@ def test_a_model_without_a_tower_cannot_read_the_prompts(inputs, tmp_path):
         check_readers_of_images(config, {"actor": actor, "critic": blind}, train)
 
 
+@pytest.mark.extended
 def test_a_critic_must_read_images_as_the_actor_does(inputs, tmp_path):
     import json
     import shutil

@@ -141,7 +141,7 @@ def imported(source, tmp_path, capsys, *options):
     return status, out.out, out.err
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_config_becomes_overrides_that_compose(source, tmp_path, capsys):
     status, out, err = imported(source, tmp_path, capsys, "--overrides")

@@ -112,6 +112,7 @@ def test_an_id_is_the_snapshot_in_the_cache(home, resolved):
     assert resolved["model", "lab/local"] == "lab/local", "a folder on this machine comes first"
 
 
+@pytest.mark.extended
 def test_an_id_of_data_is_the_files_that_match(home, resolved):
     folder = home / f"hub/datasets--lab--sums/snapshots/{FIRST}"
     names = lambda *names: [str(folder / name) for name in names]  # noqa: E731

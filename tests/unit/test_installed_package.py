@@ -144,7 +144,7 @@ def light(wheel, tmp_path_factory):
     return made
 
 
-@pytest.mark.extended_except("train-ray, sglang")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("command", "missing"), [("train", "ray, sglang"), ("certify", "ray"), ("certify engine", "ray, sglang")]
 )

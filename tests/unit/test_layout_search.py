@@ -266,7 +266,7 @@ def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, alg
         assert candidate["step_s"] == pytest.approx(sum(parts.values())) or candidate["mode"] != "sync"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("transport", "placements"),
     [("auto", {"colocated", "disaggregated"}), ("cuda_ipc", {"colocated"}), ("process_group", {"disaggregated"})],
@@ -277,6 +277,7 @@ def test_the_search_has_only_candidates_that_fit_the_transport(tmp_path, transpo
     assert {candidate.placement for candidate in make_search(config)._candidates(3)} == placements
 
 
+@pytest.mark.extended
 def test_the_search_counts_only_adapters_as_trained_weights(tmp_path):
     """The state of all 8 billion parameters does not fit on one GPU."""
     words = (f"model.path={write_model(tmp_path, QWEN3_8B)}", "run.dir=x", "data.train=[x.jsonl]", *ARGUMENTS)
@@ -288,6 +289,7 @@ def test_the_search_counts_only_adapters_as_trained_weights(tmp_path):
     assert fits("lora.rank=16") and not fits()
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(
     ("model", "fixed"), [(GEMMA3_1B, {"cp": 1}), (GPT_OSS_20B, {})], ids=["windows", "windows and sinks"]
 )
@@ -324,7 +326,7 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         assert said in out
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("words", "said"),
     [

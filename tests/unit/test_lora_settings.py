@@ -318,6 +318,7 @@ def test_a_run_that_continues_from_a_checkpoint_does_not_read_the_initial_adapte
     assert planned.config.lora.path == removed, "the run's record keeps the key"
 
 
+@pytest.mark.extended
 def test_plans_of_a_run_that_continues_do_not_read_the_initial_adapters(models, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the plans write the input files of the quickstart
     config = config_of(models["qwen3"], tmp_path, f"lora.path={tmp_path / 'removed'}")

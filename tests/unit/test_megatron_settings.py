@@ -48,6 +48,7 @@ def test_a_setting_that_cannot_be_is_refused_when_the_config_is_read(override, m
         config(override)
 
 
+@pytest.mark.extended
 def test_a_bucket_size_without_overlap_is_refused():
     with pytest.raises(ValueError, match=r"there is only one bucket without overlap"):
         config("trainer.overlap_grad_reduce=false", "trainer.ddp.bucket_size=1000")
@@ -91,6 +92,7 @@ def test_the_fields_are_those_of_the_installed_classes_and_each_is_open_or_refus
     }  # fmt: skip
 
 
+@pytest.mark.extended
 def test_the_critic_has_the_settings_of_the_actor_except_for_its_own(tmp_path):
     make_doubling_task(tmp_path / "made")
     composed = config(

@@ -36,7 +36,7 @@ def assert_copied(found: dict[str, torch.Tensor], added: dict[str, torch.Tensor]
         assert convert_checkpoint.is_bit_equal(found[name], tensor), name
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("name", FAMILIES_WITH_MTP)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_conversion_to_megatron_and_back_keeps_the_mtp_layers(tmp_path, name, count):

@@ -36,6 +36,7 @@ def glm(tmp_path_factory):
 TRAINED = ("model.train_mtp=true", "trainer.share_prompts=false")
 
 
+@pytest.mark.extended
 def test_a_plan_contains_the_mtp_layers_only_on_request(glm):
     plan = plan_model(config_of(glm, *TRAINED, "model.mtp_loss_coef=0.25"), str(glm))
     assert plan.arch.mtp_layers == 1 and model_spec(plan).mtp_loss_coef == 0.25
@@ -120,7 +121,7 @@ def plan_engines(folder, *overrides: str):
     return engine_layout(config, actor)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle"])
 def test_engines_may_draft_with_the_mtp_layer_of_the_model(glm, algorithm):
     untrained = plan_engines(glm, f"sglang.speculative_algorithm={algorithm}")

@@ -155,7 +155,7 @@ WRONG_ADVANTAGES = {
 }
 
 
-@pytest.mark.extended_after(2)
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize(("result", "message"), WRONG_ADVANTAGES.values(), ids=WRONG_ADVANTAGES)
 def test_wrong_advantages_name_the_function(user_file, result, message):
     source = f"import numpy as np\nfrom mrl.algorithms.inputs import Advantages\n\n\ndef mine(inputs):\n    return {result}\n"

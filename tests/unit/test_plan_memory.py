@@ -44,7 +44,7 @@ SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
     """An experiment that names no model is planned with Qwen3-8B on a node of eight GPUs."""
@@ -70,6 +70,7 @@ def test_every_file_of_conf_can_be_planned(inputs, capsys, choice):
     assert "actor: " in printed and ("It fits." in printed or "GPU memory is unknown" in printed)
 
 
+@pytest.mark.extended
 def test_a_run_that_does_not_fit_exits_with_status_1_and_shows_advice(tmp_path, capsys):
     config = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED)
     with pytest.raises(SystemExit) as ended:
@@ -108,6 +109,7 @@ def test_advice_has_the_memory_of_its_config(tmp_path):
         assert memory_of(again).phases == change.memory.phases
 
 
+@pytest.mark.extended
 def test_advice_combines_changes_if_one_is_not_enough(tmp_path):
     layout = ["cluster=h100", "parallel.world_size=16", "cluster.nodes=3", "rollout.engine_tp=8"]
     estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *layout))
@@ -197,6 +199,7 @@ def test_a_critic_and_a_reference_are_counted(tmp_path):
     )
 
 
+@pytest.mark.extended
 def test_the_masks_of_dropout_are_counted(tmp_path):
     """Each of the 36 layers saves two masks, with one byte for each of the 4096 elements of a token's hidden state."""
 
@@ -238,17 +241,20 @@ def test_the_output_layers_and_hidden_states_of_teachers_are_counted(tmp_path):
     assert both[0] > working_and_host_bytes(large)[0] + gradient, "two losses have two gradients of the output layer"
 
 
+@pytest.mark.extended
 def test_an_impossible_layout_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide"):
         memory_of(config_of("Qwen3-8B", tmp_path, "parallel.tp=3"))
 
 
+@pytest.mark.extended
 def test_a_small_kv_cache_is_a_problem(tmp_path):
     long = ["rollout.max_response_tokens=30000", "sglang.mem_fraction_static=0.2"]
     memory = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=a100", "parallel.dp=8", *FULL, *long))
     assert any("the KV cache holds" in problem for problem in memory.problems)
 
 
+@pytest.mark.extended
 def test_the_memory_of_a_run_can_be_copied_and_written_as_json(tmp_path):
     memory = memory_of(config_of("Qwen3-8B", tmp_path))
     assert replace(memory, nodes=2).nodes == 2
@@ -260,7 +266,7 @@ def test_only_the_memory_is_printed_as_json(capsys):
     assert "--json" in capsys.readouterr().err
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B", "Nemotron-3-Nano-30B-A3B"])
 def test_engines_of_recurrent_layers_need_gpus(tmp_path, model):
     layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
@@ -273,6 +279,7 @@ def test_engines_of_recurrent_layers_need_gpus(tmp_path, model):
         engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("model", ["Qwen3.5-27B", "Nemotron-Nano-9B-v2"])
 def test_recurrent_layers_are_not_computed_in_fp8(tmp_path, model):
     fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=mxfp8"]

@@ -44,7 +44,7 @@ def memory_of_case(folder, case):
     return memory_of(config_of(model, folder, *run))
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("case", FIT, ids=lambda case: f"{case[0]}-{case[2]}-{case[1]}")
 def test_a_published_setup_fits(tmp_path, case):
     found = memory_of_case(tmp_path, case)

@@ -57,7 +57,7 @@ def test_what_takes_the_time_is_the_largest_part_of_the_steps(tmp_path):
 
 
 def test_the_largest_part_of_a_step_can_be_less_than_half_of_it(tmp_path):
-    data = page_data([make_run(tmp_path / "run", spent__engine_s=0.9, spent__megatron_s=0.6)])
+    data = page_data([make_run(tmp_path / "run", component_time__engine_s=0.9, component_time__megatron_s=0.6)])
     assert "The largest part, 45%, is sampling in the engines" in answer(data, "What takes the time")
 
 

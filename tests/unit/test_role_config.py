@@ -72,6 +72,7 @@ def test_a_mistake_in_a_role_is_refused(overrides, message):
         config(*overrides)
 
 
+@pytest.mark.extended
 def test_served_roles_have_pools_of_their_own():
     composed = config("roles.reward_model.path=x", "roles.reward_model.num_engines=2", "roles.reward_model.engine_tp=2")
     pools = build_pools(composed, {"actor": ParallelDims(tp=2)})
@@ -191,7 +192,7 @@ def test_a_served_role_needs_a_folder_with_a_model(tmp_path):
     check_served_folders(served)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "MiniMaxM2ForCausalLM", "NemotronHForCausalLM"]
 )

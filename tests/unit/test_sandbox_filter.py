@@ -254,7 +254,7 @@ time.sleep(PAUSE)
 """
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("abi", [1, None])
 def test_no_attack_changes_reads_stalls_or_outlives_anything(outside, monkeypatch, tmp_path, abi):
     """Version 1 of Landlock protects less, so the filter must protect more. During the attacks, the test uses the file."""

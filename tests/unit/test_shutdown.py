@@ -105,7 +105,7 @@ CHILD = f"{DAEMON}\nstart_daemon(sys.argv[1], clear=True)\n"
 CHILD += "if sys.argv[2] == 'killed': os.kill(os.getpid(), 9)\nsys.exit(int(sys.argv[2]))"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("how, status", [("0", 0), ("3", 3), ("killed", 137)])
 def test_the_supervisor_ends_daemons_of_its_command_that_have_no_environment(tmp_path, started, how, status):
     """The environment and the session do not identify the daemon, but the daemon is a descendant of the supervisor."""

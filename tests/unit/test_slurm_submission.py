@@ -46,6 +46,7 @@ def test_a_job_is_submitted_and_the_output_says_how_to_follow_it(train):
     assert "job 77 is submitted" in said and "scancel 77" in said and "slurm_77.log" in said
 
 
+@pytest.mark.extended
 def test_a_dry_run_prints_the_job_and_submits_nothing(train):
     status, said, submitted = train("--dry-run", *JOB, "+cluster.slurm.account=lab")
     assert (status, submitted) == (0, False), said

@@ -72,7 +72,7 @@ def chosen_in_packs(columns: Columns, packs: list[PackedSequences], topk: int) -
     return [chosen[token] for token in range(len(query))]
 
 
-@pytest.mark.extended_after(10)
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 @pytest.mark.parametrize("in_token_order", [False, True])
 @pytest.mark.parametrize("seed", range(4))

@@ -107,7 +107,7 @@ def test_an_engine_also_caches_the_keys_of_indexers(tmp_path):
     assert kv_bytes(shared, EngineParallelSizes(8), 2) == 4 * (512 + 64) * 2 + 2 * (128 + 4)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("model", "is_fused"), [("DeepSeek-V3.2", False), ("GLM-5", True)])
 def test_every_engine_rank_has_the_whole_indexer(tmp_path, model, is_fused):
     """The names, shapes and dtypes are those of sglang.srt.layers.attention.dsa.dsa_indexer.Indexer on a GPU."""
@@ -156,6 +156,7 @@ def test_an_uneven_stage_begins_with_a_layer_that_has_an_indexer(tmp_path):
     check_layout(SimpleNamespace(megatron=dict(num_layers_in_first_pipeline_stage=2)), full, ParallelDims(pp=2))
 
 
+@pytest.mark.extended
 def test_mrl_certify_engine_refuses_sparse_attention(tmp_path, monkeypatch):
     config = config_of("GLM-5", tmp_path, "cluster=h100")
     plan_of = partial(plan_model, path=config.model.path, weights=False)
@@ -164,6 +165,7 @@ def test_mrl_certify_engine_refuses_sparse_attention(tmp_path, monkeypatch):
         plan_tools.plan_engine_check(config)
 
 
+@pytest.mark.extended
 def test_engines_in_fp8_cannot_get_indexers(tmp_path):
     config = config_of("GLM-5", tmp_path, "cluster=h100", "sglang.quantization=fp8")
     hf = config_json("GLM-5", tmp_path)
@@ -173,7 +175,7 @@ def test_engines_in_fp8_cannot_get_indexers(tmp_path):
         check_fp8_engines(config, arch, layout, ParallelDims())
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["DeepSeek-V3.2", "GLM-5"])
 def test_engines_with_sparse_attention_need_gpus_and_bfloat16(tmp_path, model):
     hf = config_json(model, tmp_path)

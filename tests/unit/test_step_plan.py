@@ -73,6 +73,7 @@ def test_a_subclass_gets_its_fields():
     assert isinstance(built, Subclass) and built.fit().steps == 2 and world.updates == 6
 
 
+@pytest.mark.extended
 def test_the_columns_that_arguments_need_are_computed():
     parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
     parts += "loss: {_target_: mrl.algorithms.losses.ClipCov}}}"
@@ -231,6 +232,7 @@ def test_the_config_of_the_page_gives_each_data_source_its_algorithm(tmp_path):
     assert plan.function.func is by_source and plan.function.keywords == {"algorithms": algorithms}
 
 
+@pytest.mark.extended
 def test_the_function_of_the_page_trains_on_the_rewarded_responses(tmp_path, monkeypatch):
     class WithAdvantages(Recorder):
         def estimate(self, columns):
@@ -271,6 +273,7 @@ def test_a_step_with_its_helpers_has_at_most_60_lines(step, helper):
     assert 15 < lines <= 60
 
 
+@pytest.mark.extended
 def test_by_source_without_an_algorithm_for_a_data_source_is_refused_before_the_run_starts():
     parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GRPO}, "
     parts += "loss: {_target_: mrl.algorithms.losses.PPOClip}}}"

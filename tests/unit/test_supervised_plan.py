@@ -49,7 +49,7 @@ def test_every_file_of_the_group_objective_is_tested():
     assert {path.stem for path in (hydra_entry.CONF / "objective").glob("*.yaml")} == OBJECTIVES.keys()
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_path, name):
     objective = SupervisedObjective.of(config_of(inputs, tmp_path, f"objective={name}"))
@@ -59,6 +59,7 @@ def test_an_objective_declares_its_rows_its_head_and_its_reference(inputs, tmp_p
     assert form.mismatched == (name == "kto") and form.for_reward_model == (objective.head == "score")
 
 
+@pytest.mark.extended
 def test_arguments_of_an_objective_are_config_keys(inputs, tmp_path):
     config = config_of(inputs, tmp_path, "objective=simpo", "sft.objective.beta=2.5", "sft.objective.gamma=0.5")
     assert SupervisedObjective.of(config).loss == preference.SimPO(2.5, 0.5)
@@ -102,6 +103,7 @@ def test_a_reward_model_is_no_warm_start(inputs, tmp_path):
         check_warm_start(config_of(inputs, tmp_path, "objective=reward_model"))
 
 
+@pytest.mark.extended
 def test_the_default_objective_is_not_among_the_settings_of_a_warm_start(inputs, tmp_path):
     """So mrl still uses the warm starts of its earlier versions, whose settings have no objective."""
     assert "objective" not in warm_start_settings(config_of(inputs, tmp_path))["sft"]

@@ -325,6 +325,7 @@ def test_mistakes_are_reported_before_any_point_starts(words, said, inputs, tmp_
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.extended
 def test_resume_never_applies_to_the_sweep_and_not_to_its_points(inputs, tmp_path, capsys):
     own = [f"data.inputs.folder={inputs}", f"run.dir={tmp_path}/one", "resume=never", "optim.lr=1,2"]
     command._sweep_arguments(own)

@@ -321,6 +321,7 @@ def test_in_fp8_inputs_that_only_a_matrix_saves_have_one_byte(fields, kind, nume
     assert saved[0] - saved[1] == 4096 * numel * (64 - of_32) // 32
 
 
+@pytest.mark.extended
 def test_in_fp8_latent_attention_keeps_two_copies_of_its_input():
     shape, _ = published(DEEPSEEK_V3)
     plain = MicroBatchShape.of(ParallelDims(), 4096, 2)

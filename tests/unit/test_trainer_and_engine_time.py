@@ -176,6 +176,7 @@ def test_faster_hardware_is_never_slower(layout, name, factor, power):
     assert after <= before
 
 
+@pytest.mark.extended
 @settings(max_examples=60)
 @given(LAYOUTS, st.integers(1, 64), st.integers(0, 2), st.booleans(), st.integers(1, 3))
 def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scoring, critic, mini_batches):

@@ -271,6 +271,7 @@ def test_an_engine_with_different_numbers_of_gpus_on_its_nodes_is_refused_before
         plan_models.check_planned_transport(config, pools)
 
 
+@pytest.mark.extended
 def test_without_known_hardware_a_plan_with_shared_memory_is_a_plan_for_cpus(tmp_path):
     words = ["placement=colocated", "parallel.dp=1", "rollout.num_engines=2", "weight_sync.transport=shared_memory"]
     config = config_of("Qwen3-0.6B", tmp_path, *words)
