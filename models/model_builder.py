@@ -51,7 +51,7 @@ from parallel.megatron_layers import (
     fuse_rope_of_packs,
     spec_provider,
 )
-from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, PlanCache
+from parallel.recurrent_layers import PackedGatedDeltaNet, PackedMamba2, RecurrencePlanCache
 from parallel.rope import Rope
 from parallel.sparse_attention import SparseAttention
 
@@ -112,7 +112,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not has_cuda(),
         perform_initialization=False,  # weights are loaded from a checkpoint; ValueHead initializes its own
-        calculate_per_token_loss=True,  # losses are sums over tokens, already divided by the mini-batch's denominator
+        calculate_per_token_loss=True,  # mrl divides each loss itself, so Megatron must only add the losses
         **_layout_fields(dims),
         # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
         apply_rope_fusion=False,  # build_model sets this field by can_fuse_rope
@@ -136,8 +136,8 @@ def can_fuse_rope(arch: Architecture) -> bool:
     """Whether Transformer Engine's fused RoPE can compute the rotations of this model. If not, Megatron uses torch.
 
     Transformer Engine's kernel cannot multiply cosines and sines by an amplitude (YaRN, LongRoPE). For latent attention, Megatron
-    uses a Triton kernel of its own instead. mrl cannot use that kernel: it needs a batch dimension or `cu_seqlens`, and with
-    `cu_seqlens` it counts positions from the start of each sequence in the pack, which is wrong if responses share a prompt.
+    uses a Triton kernel of its own instead. mrl cannot use that kernel. For a pack, the kernel needs `cu_seqlens`. It then counts
+    positions from the start of each sequence in the pack, which is wrong if responses share a prompt.
     """
     ropes = [rope for rope in (arch.rope, arch.window_rope) if rope is not None]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
@@ -231,13 +231,13 @@ def _attention(
 
 
 def _recurrence(config: TransformerConfig, provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
-    """Return the spec of a recurrent layer's first block, Mamba-2 or a gated delta net. The layers share one PlanCache."""
+    """Return the spec of a recurrent layer's first block, Mamba-2 or gated delta net. Layers share its RecurrencePlanCache."""
     return ModuleSpec(
         module=PackedMamba2 if arch.has_mamba else PackedGatedDeltaNet,
         params={
             "input_linear": provider.column_parallel_layer_norm_linear(),
             "output_linear": provider.row_parallel_linear(),
-            "plans": PlanCache(config.linear_conv_kernel_dim),
+            "plans": RecurrencePlanCache(config.linear_conv_kernel_dim),
             "conv_bias": "conv_bias" in arch.parts,
         },
     )
@@ -327,7 +327,8 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers in one virtual stage of this rank.
 
-    Raises ValueError if the stage would begin with a layer that needs keys chosen in an earlier stage.
+    Raises ValueError if the stage would begin with a layer of sparse attention without an indexer: such a layer attends to the
+    keys that the indexer of an earlier layer has chosen, and stages do not send each other these keys.
     """
     provider = spec_provider()
     attention = window_attention = _full_attention(config, packed_attention, arch)
@@ -390,7 +391,9 @@ def build_model(
 
 @contextmanager
 def _without_megatron_wgrad_fusion(config: TransformerConfig) -> Iterator[None]:
-    """Context in which Megatron's own matrices compute weight gradients without fusion if Apex's extension is missing.
+    """Context that turns `gradient_accumulation_fusion` off while the model is constructed, if Apex's extension is missing.
+
+    Megatron's own linear layers then never fuse the accumulation of weight gradients.
 
     The constructor of Megatron's output layer raises an error if fusion is on but the extension is missing. The output layer does
     not need fusion, because mrl itself computes the gradient of its weight. `parallel.optimizer.wrap_ddp` turns fusion on in

@@ -35,7 +35,7 @@ from parallel.segment_recurrence import RecurrencePlan, causal_convolution, gate
 CONVOLVED, GATE, NUMBERS = "convolved", "gate", "numbers"  # keys of `PackedRecurrence.columns`
 
 
-class PlanCache:
+class RecurrencePlanCache:
     """Keeps the plan of the last pack, because all recurrent layers of a virtual stage and their recomputation use it."""
 
     def __init__(self, kernel: int) -> None:
@@ -68,7 +68,7 @@ class PackedRecurrence(MegatronModule):
         *,
         input_linear: type,  # column-parallel matrix that contains the norm before the layer
         output_linear: type,  # row-parallel matrix
-        plans: PlanCache,
+        plans: RecurrencePlanCache,
         pg_collection: ProcessGroupCollection,
         **sizes: Any,  # see _set_sizes
     ) -> None:

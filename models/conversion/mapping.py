@@ -106,7 +106,7 @@ class ParamMapping:
     ] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     is_frozen: bool = False  # never trained, and without a gradient
-    part: str | None = None  # optional part of the model (a value of Architecture.parts) with the parameter
+    part: str | None = None  # the optional part of the model (see Architecture.parts) that has the parameter
     replicated_in_engine: bool = False  # every engine rank has the whole tensor, although trainers split it
     negative_exp_in_engine: bool = (
         False  # engines store -exp(x) where this tensor has the value x, as for the decays A_log of Mamba-2
@@ -128,7 +128,7 @@ class ParamMapping:
 
     @property
     def num_sections(self) -> int:
-        """Number of sections of the first Hugging Face tensor, which tensor parallelism splits separately."""
+        """Number of sections of the first Hugging Face tensor. Tensor parallelism splits each section separately."""
         return 1 + len(self.shapes) - len(self.hf)
 
     def first_section(self, name: str) -> int:
@@ -274,10 +274,11 @@ class GatedQKVMapping(QKVMapping):
 
 @dataclass(frozen=True)
 class HeadGroupsMapping(ParamMapping):
-    """Tensors with rows for each group of heads `[groups * rows, ...]`, which Megatron stores in one tensor, group after group.
+    """Input projections of a recurrent layer (gated delta net, Mamba-2), which Megatron stores in one tensor, group after group.
 
-    A group has its rows of the first tensor (or section), then its rows of the second one, and so on. Before it is
-    split over tensor-parallel ranks, a tensor has `sizes["head_groups"]` groups.
+    The rows of each Hugging Face tensor, or section of it, belong to groups of heads: `[groups * rows per group, ...]`. In
+    Megatron's tensor, a group has its rows of the first tensor (or section), then its rows of the second one, and so on. Before
+    it is split over tensor-parallel ranks, a tensor has `sizes["head_groups"]` groups.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:

@@ -18,7 +18,7 @@ from mrl.controller.plan_adapters import AdapterPush
 from mrl.controller.plan_models import check_planned_transport
 from mrl.controller.plan_tools import plan_placement, plan_sync
 from mrl.placement.device_map import DeviceMap, draw_device_map, planned_device_map, render_device_map, summarize
-from mrl.placement.resource_pools import counted, slots_per_node
+from mrl.placement.resource_pools import pluralize, slots_per_node
 from mrl.planner.run_memory import GIB, GpuPhase, RunMemory
 from mrl.weight_sync.transfer_plan import (
     LinkSpeeds,
@@ -196,7 +196,7 @@ def show_memory(memory: RunMemory, estimator: MemoryEstimator, console: Console)
     for role, model in estimator.models.items():
         billions = estimator.shapes[role].num_parameters / 1e9
         console.print(f"{role}: {model.model_path}, {billions:.2f} billion parameters, over {model.dims}")
-    gpus = f"{counted(memory.gpus, 'GPU')} on {counted(memory.nodes, 'node')}"
+    gpus = f"{pluralize(memory.gpus, 'GPU')} on {pluralize(memory.nodes, 'node')}"
     unknown = f"{gpus}; the hardware is unknown, set cluster=h100 (or a100, h200, b200)"
     console.print(f"{gpus} of {hardware.name}" if hardware.name else unknown)
     console.print(_phase_table(memory))
@@ -236,7 +236,7 @@ def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Consol
     for change in changes:
         peak = max(phase.total for phase in change.memory.phases) / GIB
         console.print(
-            f"  {' '.join(change.overrides)}   -> {peak:.1f} GiB at most, on {counted(change.memory.gpus, 'GPU')}"
+            f"  {' '.join(change.overrides)}   -> {peak:.1f} GiB at most, on {pluralize(change.memory.gpus, 'GPU')}"
         )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, counted, order_by_tp_groups
+from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, order_by_tp_groups, pluralize
 from parallel.durable_files import atomic_file
 
 
@@ -224,7 +224,7 @@ def _idle_pools(pools: Pools, unit: str) -> Iterator[str]:
         ]
         yield (
             f"if roles wait for each other, some of the {pools.size} {unit}s are idle: {', '.join(idle)}; placement=colocated "
-            f"needs only {counted(pools.colocated_size, unit)}."
+            f"needs only {pluralize(pools.colocated_size, unit)}."
         )
 
 
@@ -275,10 +275,10 @@ def render_device_map(devices: DeviceMap) -> Group:
 
 
 def summarize(devices: DeviceMap) -> str:
-    """Return one line: the numbers of devices and nodes, and, if some devices are in no pool, how many are in a pool."""
+    """Return one line: `8 GPUs on 2 nodes`, or, if only 6 of the 8 GPUs are in a pool, `6 of 8 GPUs on 2 nodes`."""
     count, size = sum(len(node.cells) for node in devices.nodes), devices.pools.size
     used = f"{size} of " if count > size else ""
-    return f"{used}{counted(count, devices.unit)} on {counted(len(devices.nodes), 'node')}"
+    return f"{used}{pluralize(count, devices.unit)} on {pluralize(len(devices.nodes), 'node')}"
 
 
 def _render_cell(cell: DeviceCell | None) -> Text:

@@ -54,7 +54,7 @@ class Pool:
     strategy: str = "PACK"  # one of STRATEGIES
 
     def __str__(self) -> str:
-        return f"{self.name} ({counted(self.size, 'slot')}: {', '.join(self.demands)})"
+        return f"{self.name} ({pluralize(self.size, 'slot')}: {', '.join(self.demands)})"
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
     `nodes`: number of slots of each node. `unit`: name of a slot in messages.
     """
     total, largest = sum(nodes), max(nodes, default=0)
-    cluster = f"the cluster has {counted(total, unit)} on {counted(len(nodes), 'node')}"
+    cluster = f"the cluster has {pluralize(total, unit)} on {pluralize(len(nodes), 'node')}"
     if pools.size > total:
         raise ValueError(
-            f"the pools need {counted(pools.size, unit)}, but {cluster}. The pools are {pools}. Let roles share devices "
+            f"the pools need {pluralize(pools.size, unit)}, but {cluster}. The pools are {pools}. Let roles share devices "
             "(placement=colocated), make the roles smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, "
             "cluster.address)."
         )
@@ -240,7 +240,7 @@ def order_by_tp_groups(nodes: Sequence[object], tp_size: int) -> list[int]:
     return on_one_node + [slot for node, slots in by_node.items() for slot in slots[fitting[node] :]]
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Return a number with its noun, which is in the plural unless the number is 1."""
     return f"{count} {noun}{'s' * (count != 1)}"
 

@@ -22,7 +22,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from mrl.config.schema import ASYNC_STALENESS
-from mrl.placement.resource_pools import counted
+from mrl.placement.resource_pools import pluralize
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
 from mrl.planner.layout_space import GpuCluster, LayoutSpace, ReplicaLayout
 from mrl.planner.model_shape import ModelShape
@@ -171,7 +171,7 @@ class LayoutSearch:
         if not candidates:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in self.space.excluded.most_common())
             raise ValueError(
-                f"no layout fits on {counted(self.space.cluster.gpus, 'GPU')}: {reasons or 'plan.fix excludes all layouts'}; "
+                f"no layout fits on {pluralize(self.space.cluster.gpus, 'GPU')}: {reasons or 'plan.fix excludes all layouts'}; "
                 "use more nodes (cluster.nodes), GPUs with more memory, or fix fewer keys (plan.fix)."
             )
         by_kind: dict[tuple, RunCandidate] = {}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.config.process_schema import PauseMode
-from mrl.placement.resource_pools import counted
+from mrl.placement.resource_pools import pluralize
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.rollout.staleness_buffer import (
     PromptRequest,
@@ -401,8 +401,8 @@ def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, R
         trainers = total - engines * gpus.per_engine
         changed = replace(setup, num_engines=engines, train_scale=gpus.trainers / trainers, colocated=False)
         if changed != setup:
-            yield f"{counted(engines, 'engine')}, {counted(trainers, 'GPU')} to train", changed
+            yield f"{pluralize(engines, 'engine')}, {pluralize(trainers, 'GPU')} to train", changed
     if not setup.colocated and total >= gpus.per_engine:
         shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
-        name = f"synchronous, colocated on {counted(total, 'GPU')}"
+        name = f"synchronous, colocated on {pluralize(total, 'GPU')}"
         yield name, replace(shared, staleness=0, in_order=not setup.extra)

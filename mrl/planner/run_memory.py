@@ -19,7 +19,7 @@ from models.hf_config import HFConfig
 from mrl.config.process_schema import HardwareConfig, LoraSync
 from mrl.config.schema import Config
 from mrl.config.validate import token_budgets
-from mrl.placement.resource_pools import Pool, Pools, counted, gpus_of_nodes, slots_per_node
+from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, pluralize, slots_per_node
 from mrl.planner.engine_memory import (
     DEFAULT_MEM_FRACTION,
     EngineRankMemory,
@@ -152,7 +152,7 @@ class RunMemory:
 
     def _cluster_problems(self) -> Iterator[str]:
         if self.cluster_gpus and self.gpus > self.cluster_gpus:
-            yield f"the run needs {counted(self.gpus, 'GPU')}, but the cluster has {self.cluster_gpus} (cluster.nodes)"
+            yield f"the run needs {pluralize(self.gpus, 'GPU')}, but the cluster has {self.cluster_gpus} (cluster.nodes)"
 
     def as_json(self) -> dict[str, Any]:
         """Return the memory as plain values for JSON. All sizes are in bytes."""

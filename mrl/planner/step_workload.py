@@ -65,7 +65,7 @@ class LengthDistribution:
 
     @cached_property
     def _remaining(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Distribution of the tokens still to be sampled, at a random moment of a running response: (tokens, probability) [Q]."""
+        """Distribution of the number of tokens that a running response still needs: (numbers, probabilities) [Q]."""
         steps = np.diff(self.responses, prepend=0.0)
         unfinished = 1 - np.arange(len(steps)) / len(steps)  # fraction of responses
         return self.responses - steps / 2, steps * unfinished / self.mean
@@ -114,7 +114,7 @@ class StepWorkload:
 
     @cached_property
     def without_gradients(self) -> StepWorkload:
-        """The same step, but with the token budget of passes without gradients for all passes."""
+        """The same step, but all passes have the token budget `forward_max_tokens`."""
         return replace(self, max_tokens=self.forward_max_tokens or self.max_tokens)
 
     @cached_property

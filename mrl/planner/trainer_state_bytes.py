@@ -238,7 +238,7 @@ def _parameter_sizes(
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
     """Return the number of elements of each parameter of the final norm, the head and the MTP layers, except for experts.
 
-    If the output layer shares its weights with an embedding on the same stage, the result contains only the final norm. If the
+    If the output layer shares its weights with an embedding on the same stage, the result omits the output layer. If the
     embedding is on another stage, the last stage has its own copy of the shared weights, which the result includes.
     """
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
@@ -342,8 +342,8 @@ def largest_state(
 ) -> StateBytes:
     """Return an upper bound for the state of every rank of one pipeline stage, from a closed formula, which is fast.
 
-    For a trained model, the bound is the largest `state_of_rank` of the stage, if padding elements are assumed to have optimizer
-    state, too. For a model that is not trained, the bound also includes the padding between parameters.
+    For a trained model, the bound is the largest `state_of_rank` of the stage, except that padding elements count as if they had
+    optimizer state. For a model that is not trained, the bound also includes the padding between parameters.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:
