@@ -51,7 +51,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
 
 
 def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
-    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. One threshold serves all options."""
+    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. A single threshold is for all."""
     names = [name.strip() for name in str(options or "").split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts

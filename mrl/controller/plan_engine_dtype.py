@@ -16,11 +16,11 @@ from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.transfer_plan import scale_shards, trainer_shards
 from parallel.dims import ParallelDims
 
-MODEL_KEYS = {"load_format", "json_model_override_args"}
+KEYS_OF_BLOCK_FP8 = {"load_format", "json_model_override_args"}
 """Arguments that mrl sets so that an engine has block scales; see `block_fp8_args` in server_args.py."""
 KERNEL_KEYS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 """Arguments of SGLang that choose kernels for matrices in FP8."""
-FIRST_CAPABILITY = (8, 9)
+FIRST_FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with matrix products in FP8 (Ada)."""
 _INDEX = re.compile(r"\.\d+\.")  # index of a layer or expert in the name of a parameter
 
@@ -66,14 +66,15 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
     dtype = engine_dtype(config)
     if dtype != "bfloat16":
         raise ValueError(f"{prefix}: the engines must compute in bfloat16, not in {dtype}; set sglang.dtype=bfloat16.")
-    for name in MODEL_KEYS & sglang.keys():
+    for name in KEYS_OF_BLOCK_FP8 & sglang.keys():
         raise ValueError(f"sglang.{name}={sglang[name]!r} is set by mrl with {prefix}; leave it out.")
     for name in KERNEL_KEYS:
         if str(sglang.get(name, "")).startswith("flashinfer"):
             raise ValueError(
                 f"sglang.{name}={sglang[name]}: its kernels reorder weights, which {prefix} forbids; use triton."
             )
-    # The tensors of all layers, and of all experts, have equal shapes, so only one row of each kind is checked.
+    # scale_shards raises ValueError if the layout of the trainer splits a block of scales. All layers, and all experts, have
+    # tensors of equal shapes, so one row of each kind is enough.
     rows = {_INDEX.sub(".#.", row.megatron): row for row in layout.rows}.values()
     scale_shards(trainer_shards(rows, layout.sizes, dims, lambda _: 0), rows, layout.sizes)
 
@@ -88,7 +89,7 @@ def check_fp8_device(server_args: Mapping[str, Any], arch: Architecture) -> None
             "sglang.quantization out, or use a model without experts."
         )
     found = compute_capability() if server_args["device"] == "cuda" else None
-    if found and found < FIRST_CAPABILITY:
+    if found and found < FIRST_FP8_CAPABILITY:
         raise ValueError(
             f"sglang.quantization={BLOCK_FP8} on GPUs of compute capability {found[0]}.{found[1]}: SGLang reorders weights for "
             "its Marlin kernels on GPUs below 8.9, so trainers cannot send new weights; leave sglang.quantization out."
@@ -110,7 +111,7 @@ def check_engine_dtype(
     """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
 
     `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. float32 is
-    refused only if engines would start on GPUs here. A plan for a run on another machine does not refuse it.
+    refused only with sglang.device=cuda or on a machine with GPUs. Elsewhere, the run may start on another machine.
     """
     if chosen := config.sglang.get("dtype"):
         dtype, key = chosen, "sglang.dtype"

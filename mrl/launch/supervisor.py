@@ -3,9 +3,9 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit. A child that must be started again also omits the message. This is so after
-`request_restart`, and if the run is finished but its processes hang: `shutdown_deadline` in mrl.core.processes then ends the
-child, and the new child only prints the result.
+not distinguish these cases from a normal exit. Two kinds of children exit on purpose, but omit the message, so that
+they are started again. One has called `request_restart`. The other has finished the run, but its processes hang, so
+`shutdown_deadline` (mrl.core.processes) ends it. The new child then only prints the result.
 """
 
 import atexit
@@ -210,5 +210,6 @@ def term_with_parent() -> None:
     Runs in a forked child before exec. `kill_with_parent` in mrl.core.processes sends SIGKILL instead.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A background job of a shell script (of a shell without job control) ignores SIGINT, and its children inherit this setting.
+    # A shell without job control, such as one that runs a script, starts background jobs with SIGINT ignored. Their children
+    # inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -33,7 +33,7 @@ class Span:
     """One piece of work of a process."""
 
     name: str
-    kind: str  # see parallel.spans.Kind
+    kind: str  # such as "phase", "micro_batch" or "request"; parallel.spans.Kind has all values
     start: float  # seconds since 1970
     seconds: float
     step: int  # training step; 0: before the first step

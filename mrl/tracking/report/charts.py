@@ -189,7 +189,7 @@ COMPONENT_TEXTS = {
     "reward": "rewards",
     "controller": "the controller",
 }
-"""Component, as in the metric component_time/<component>_s -> words for it."""
+"""Component -> words for it. The component is a part of the name of a metric: component_time/<component>_s."""
 
 
 def mean_step_s(run: RecordedRun) -> float:
