@@ -12,7 +12,7 @@ help: ## list the targets
 train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g. ARGS="experiment=quickstart trainer.max_steps=10"
 	$(BIN)/mrl train $(ARGS)
 
-test: lint ## lint, then the core tests: about 20 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
+test: lint ## lint, then the core tests: about ten minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
 test-all: lint browser ## lint, all tests except those that need GPUs, Slurm or hours, then the mutation score: about three hours on two cores
