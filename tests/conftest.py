@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import absl.logging
 import hypothesis
 import pytest
 from rank_processes import run_in_processes
+
+from mrl.core.code_locations import quick_imports
 
 pytest_plugins = ["device_scheduler"]
 
@@ -65,16 +68,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("extended")
 
 
+_collection = ExitStack()
+
+
 def pytest_collection() -> None:
-    """Turn garbage collection off until all tests are collected, which then takes about a quarter less CPU time."""
-    gc.disable()
+    """Import quickly until all tests are collected, which then takes about a third less CPU time."""
+    _collection.enter_context(quick_imports())
 
 
 def pytest_collection_finish() -> None:
-    """Turn garbage collection on. Collections then skip the objects that exist by now, so they take less time."""
+    """End the quick imports. Garbage collections then skip the objects that exist by now, so they take less time."""
     gc.collect()
-    gc.freeze()
-    gc.enable()
+    _collection.close()
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ from mrl_runs import TAG
 def serve() -> None:
     """Answer the requests on stdin until stdin is closed."""
     from mrl.commands import train_process  # the process that the supervisor of `mrl train` starts
+    from mrl.core.code_locations import quick_package_metadata
 
     for module in ("transformers", "torch", "sglang.srt.server_args", "mrl.rollout.agents.tools", "pyarrow.parquet"):
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError), quick_package_metadata():
             __import__(module)
     for line in sys.stdin:
         request = json.loads(line)

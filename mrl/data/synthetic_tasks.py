@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from mrl.core.code_locations import quick_imports
 from mrl.data.tokenizer import character_tokenizer
 from parallel.durable_files import apply_umask, atomic_folder
 
@@ -228,9 +229,10 @@ def make_tiny_model(
     """
     if kind not in TINY_MODELS:
         raise ValueError(f"no tiny model of kind {kind!r}; choose from {', '.join(TINY_MODELS)}.")
-    import torch  # takes seconds to import
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+    with quick_imports():  # takes seconds
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
 

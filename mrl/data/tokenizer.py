@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.core.code_locations import quick_package_metadata
+
 Messages = list[dict[str, str]]
 
 RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "return_dict")
@@ -33,7 +35,8 @@ def read_tokenizer(folder: str | Path) -> Any:
     Code in the folder is not run. Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no
     end-of-sequence token.
     """
-    from transformers import PreTrainedTokenizerFast  # the import takes 2 s; AutoTokenizer would also import torch
+    with quick_package_metadata():
+        from transformers import PreTrainedTokenizerFast  # takes a second; AutoTokenizer would also import torch
 
     if not (Path(folder) / "tokenizer.json").is_file():
         code = " The tokenizer of this folder is code, which mrl does not run." if tokenizer_is_code(folder) else ""
@@ -186,7 +189,8 @@ def byte_tokenizer() -> Any:
 
 
 def _with_special_tokens(raw: Any, template: str, **special: Any) -> Any:
-    from transformers import PreTrainedTokenizerFast  # takes 2 s
+    with quick_package_metadata():
+        from transformers import PreTrainedTokenizerFast  # takes a second
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,

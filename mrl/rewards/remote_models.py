@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.config.secrets import authorization, engine_key_from
+from mrl.core.code_locations import quick_package_metadata
 from mrl.rewards.reward_types import Response, Reward, Score, as_number, gather_scores, single_rewards
 
 Json = dict[str, Any]
@@ -292,7 +293,8 @@ class RewardModel(HttpService):
 def _tokenizer(folder: str) -> Any:
     if not (Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"tokenizer={folder}: tokenizer.json is missing; give the folder of the reward model.")
-    from transformers import PreTrainedTokenizerFast  # takes 2 s to import
+    with quick_package_metadata():
+        from transformers import PreTrainedTokenizerFast  # takes a second
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:

@@ -1,6 +1,7 @@
 """Imports that a trainer process without a GPU avoids, and imports that commands without a cluster avoid."""
 
 import gc
+import importlib.metadata
 import subprocess
 import sys
 
@@ -40,6 +41,15 @@ def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
     program = f"import sys, {modules}; print({{'ray', 'sglang'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+def test_quick_package_metadata_has_the_distributions_of_the_standard_library():
+    standard = importlib.metadata.packages_distributions
+    expected = {name: sorted(distributions) for name, distributions in standard().items()}
+    with quick_imports():
+        found = importlib.metadata.packages_distributions()
+    assert {name: sorted(distributions) for name, distributions in found.items()} == expected and expected["PIL"]
+    assert importlib.metadata.packages_distributions is standard
 
 
 def test_large_packages_are_imported_without_garbage_collection():
