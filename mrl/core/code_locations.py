@@ -110,7 +110,7 @@ def quick_package_metadata() -> Iterator[None]:
 def packages_distributions() -> dict[str, list[str]]:
     """Return what importlib.metadata.packages_distributions returns: importable name -> distributions that install it.
 
-    It reads the list of installed files (RECORD), but does not check whether the files exist.
+    It reads the list of installed files (RECORD), but does not check whether the files exist. So the result may have more names.
     """
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():

@@ -45,10 +45,10 @@ def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
 
 def test_quick_package_metadata_has_the_distributions_of_the_standard_library():
     standard = importlib.metadata.packages_distributions
-    expected = {name: sorted(distributions) for name, distributions in standard().items()}
+    expected = {name: sorted(many) for name, many in standard().items()}
     with quick_imports():
-        found = importlib.metadata.packages_distributions()
-    assert {name: sorted(distributions) for name, distributions in found.items()} == expected and expected["PIL"]
+        found = {name: sorted(many) for name, many in importlib.metadata.packages_distributions().items()}
+    assert expected["PIL"] and expected.items() <= found.items(), "names of missing files may be added"
     assert importlib.metadata.packages_distributions is standard
 
 
