@@ -115,14 +115,16 @@ def packages_distributions() -> dict[str, list[str]]:
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():
         names = (distribution.read_text("top_level.txt") or "").split()
-        for name in names or _importable_names(distribution.read_text("RECORD") or ""):
+        for name in names or _importable_names(distribution):
             found[name].append(distribution.name)
     return dict(found)
 
 
-def _importable_names(record: str) -> set[str]:
-    """Return the modules and top folders in the text of a RECORD, in which each line begins with the path of a file."""
-    folders_and_files = {line[: line.find("/") + 1] or line.partition(",")[0] for line in record.splitlines()}
+def _importable_names(distribution: importlib.metadata.Distribution) -> set[str]:
+    """Return the modules and top folders among the installed files. Each line of RECORD begins with the path of a file."""
+    record = distribution.read_text("RECORD")
+    lines = map(str, distribution.files or ()) if record is None else record.splitlines()
+    folders_and_files = {line[: line.find("/") + 1] or line.partition(",")[0] for line in lines}
     names = {path[:-1] if path.endswith("/") else inspect.getmodulename(path) for path in folders_and_files}
     return {name for name in names if name and "." not in name}
 
