@@ -209,7 +209,6 @@ def estimate(name, batch):
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
-@pytest.mark.extended_after(2)
 @pytest.mark.parametrize("name", GROUPED | BATCHWISE)
 @settings(max_examples=25)
 @given(sizes=sizes, seed=st.integers(0, 10_000))
@@ -218,7 +217,6 @@ def test_advantages_are_those_of_the_paper(name, sizes, seed):
     np.testing.assert_allclose(estimate(name, batch), reference(name, batch), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.extended_after(3)
 @pytest.mark.parametrize("name", GROUPED | BATCHWISE)
 @settings(max_examples=15)
 @given(sizes=sizes, seed=st.integers(0, 10_000))

@@ -38,7 +38,7 @@ def algorithm(*overrides: str):
     return build_algorithm(hydra_entry.compose_config(hydra_entry.check_overrides([*base, *overrides])))
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
     "overrides, needs",
     [
@@ -66,7 +66,7 @@ OTB_CORRECTION = "++algorithm.advantage.correction._target_=mrl.algorithms.corre
 IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended_after(4)
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -121,7 +121,6 @@ def first_tokens(inputs, tokens):
     return tokens / np.maximum(inputs.lengths, tokens) / inputs.max_response_tokens
 
 
-@pytest.mark.extended
 def test_an_aggregation_is_a_name_or_a_function_of_the_user():
     assert algorithm("algorithm.aggregation=sequence_sum").weighting.aggregation is sequence_sum
     own = f"algorithm.aggregation={{_target_: {__name__}.first_tokens, tokens: 3}}"
@@ -130,7 +129,6 @@ def test_an_aggregation_is_a_name_or_a_function_of_the_user():
     assert is_known("algorithm.aggregation._target_") and is_known("algorithm.aggregation.tokens")
 
 
-@pytest.mark.extended
 def test_the_entropy_bonus_is_constant_or_adapts():
     assert algorithm().objective.entropy is None and not algorithm().terms
     constant = algorithm("algorithm.entropy_coef=0.01")

@@ -101,7 +101,6 @@ def planned(tmp_path, *overrides, teacher="Qwen3-8B", algorithm="distill_vocab")
     return config, parts, plan_models(config, parts.needs, weights=False)
 
 
-@pytest.mark.extended
 def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_layer(tmp_path):
     config, algorithm, models = planned(tmp_path, "roles.teacher.parallel.tp=2")
     check_distillation(config, algorithm, models)
@@ -127,7 +126,6 @@ def test_the_host_memory_of_a_node_includes_the_output_layer_of_the_teacher(tmp_
     assert hosts["distill_top_k"].teachers == 0
 
 
-@pytest.mark.extended
 def test_only_a_loss_that_reads_sampled_tokens_is_corrected_by_default(tmp_path):
     both = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     assert planned(tmp_path, "rollout.mode=async")[1].objective.correction is None
@@ -145,7 +143,6 @@ def write_other_vocabulary(tmp_path, size: int):
 SERVED = "roles.teacher.num_engines=1"
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "message"),
     [
@@ -386,7 +383,6 @@ def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkey
         top_k_of_rows(lambda: [server.url], block, np.array([0]), 2, 0.2)
 
 
-@pytest.mark.extended
 def test_an_estimator_beside_distillation_reads_rewards(tmp_path):
     loss = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     for estimator, kind in (("GRPO", GRPO), ("GDPO", GDPO)):

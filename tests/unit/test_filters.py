@@ -67,7 +67,6 @@ def test_the_rollout_worker_filters_by_the_part_of_the_reward(metric, kept):
     assert RolloutWorker._passes_filter(worker, group(0, *scores)) is kept
 
 
-@pytest.mark.extended
 def test_policy_filtration_draws_with_the_probabilities_of_its_method():
     rewards = np.array([0.0, 1.0, 0.5, -2.0, 1.0])
     expected = {
