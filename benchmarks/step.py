@@ -27,7 +27,7 @@ from mrl.controller import build
 from mrl.controller.plan_train import plan_training
 from mrl.core.run_errors import PreemptionHandler
 
-SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
+COMPONENTS = ("engine", "sync_engine", "megatron", "reward", "controller")
 
 
 def tree_cpu_seconds() -> dict[str, float]:
@@ -76,7 +76,9 @@ class StepMeter:
         """Return the seconds and CPU-seconds of a step, and the shares of its parts, over all steps except the first."""
         steps = self.steps[1:]
         totals = [sum(cpu.values()) for cpu in self.cpu]
-        shares = {part: [step[f"component_time/{part}_s"] / step["time/step_s"] for step in steps] for part in SPENT}
+        shares = {
+            part: [step[f"component_time/{part}_s"] / step["time/step_s"] for step in steps] for part in COMPONENTS
+        }
         return [
             of_repeats("step: seconds", [step["time/step_s"] for step in steps], "s", "wall"),
             of_repeats("step: CPU-s", [b - a for a, b in pairwise(totals)], "CPU-s", "cpu_s"),
@@ -116,7 +118,7 @@ def show(meter: StepMeter) -> None:
     # Steps with an evaluation have one more phase, which the table does not show.
     measured = set.intersection(*(set(step) for step in meter.steps[1:]))
     phases = [n for n in meter.steps[-1] if n.startswith("time/") and n != "time/step_s" and n in measured]
-    for name in [*phases, *(f"component_time/{part}_s" for part in SPENT)]:
+    for name in [*phases, *(f"component_time/{part}_s" for part in COMPONENTS)]:
         table.add_row(name, f"{meter.median(name):.4f}", f"{meter.median(name) / step:.1%}")
         if name == phases[-1]:
             table.add_section()

@@ -143,7 +143,7 @@ def pack(
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
     layout = PackLayout.of(segments, cp_size, multiple)
-    source, positions = layout.tokens(cp_rank)
+    token_index, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = list(range(len(shapes)))
     if not chunks_in_token_order:
@@ -155,12 +155,12 @@ def pack(
             calls[-1] = AttentionCall(calls[-1].count + 1, *shape)
         else:
             calls.append(AttentionCall(1, *shape))
-    tokens_per_rank, total = len(source), len(source) * cp_size
-    is_padding = source < 0
+    tokens_per_rank, total = len(token_index), len(token_index) * cp_size
+    is_padding = token_index < 0
     packed = PackedSequences(
         qkv_format="thd",
         position_ids=copy_to_device(positions, device),
-        token_index=source,
+        token_index=token_index,
         calls=tuple(calls),
         chunks=ChunkBounds.of([shapes[chunk] for chunk in order], device),
         query_index=_index([queries[chunk] for chunk in order], tokens_per_rank, device),
@@ -229,8 +229,8 @@ class PackLayout:
         sizes = self.padded // self.num_chunks
         inside = np.concatenate([np.arange(c * n, (c + 1) * n) for n in sizes for c in self.chunks_of(rank)])
         segment = np.repeat(np.arange(len(sizes)), self.padded // self.cp_size)
-        source = np.where(inside < self.lengths[segment], self.starts[segment] + inside, -1)
-        return source, self.offsets[segment] + inside
+        token_index = np.where(inside < self.lengths[segment], self.starts[segment] + inside, -1)
+        return token_index, self.offsets[segment] + inside
 
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
         """Return three lists with one entry for each chunk on `rank`.

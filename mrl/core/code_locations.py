@@ -92,19 +92,22 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
+_STANDARD_DISTRIBUTIONS = importlib.metadata.packages_distributions
+
+
 @contextmanager
 def quick_package_metadata() -> Iterator[None]:
     """Make the first import of transformers, inside the block, take 1 to 2 CPU-seconds less.
 
     transformers calls importlib.metadata.packages_distributions, which checks for each installed file whether it exists. In the
-    block, `packages_distributions` below replaces this function.
+    block, `packages_distributions` below replaces this function. The end of a block restores it, also if blocks of several
+    threads overlap.
     """
-    standard = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = packages_distributions
     try:
         yield
     finally:
-        importlib.metadata.packages_distributions = standard
+        importlib.metadata.packages_distributions = _STANDARD_DISTRIBUTIONS
 
 
 def packages_distributions() -> dict[str, list[str]]:
@@ -114,9 +117,10 @@ def packages_distributions() -> dict[str, list[str]]:
     """
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():
-        names = (distribution.read_text("top_level.txt") or "").split()
-        for name in names or _importable_names(distribution):
-            found[name].append(distribution.name)
+        declared = (distribution.read_text("top_level.txt") or "").split()
+        distribution_name = distribution.name  # parses the metadata of the distribution
+        for name in declared or _importable_names(distribution):
+            found[name].append(distribution_name)
     return dict(found)
 
 

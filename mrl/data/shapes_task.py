@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from mrl.core.code_locations import quick_imports
 from mrl.data.tokenizer import byte_tokenizer
 from parallel.durable_files import apply_umask, atomic_folder
 
@@ -135,9 +136,10 @@ def make_tiny_image_model(
     """
     if kind not in TINY_IMAGE_MODELS:
         raise ValueError(f"no tiny image model of kind {kind!r}; choose from {', '.join(TINY_IMAGE_MODELS)}.")
-    import torch  # takes seconds to import
-    import transformers
-    from transformers.utils import logging
+    with quick_imports():  # takes seconds
+        import torch
+        import transformers
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     prefix, text, vision = TINY_IMAGE_MODELS[kind]

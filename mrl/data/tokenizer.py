@@ -29,19 +29,23 @@ class ChatTemplate:
     args: dict[str, Any] = field(default_factory=dict)  # values of the template's variables, such as enable_thinking
 
 
+def fast_tokenizer_class() -> Any:
+    """Return PreTrainedTokenizerFast. The first call takes a second. AutoTokenizer would also import torch."""
+    with quick_package_metadata():
+        from transformers import PreTrainedTokenizerFast
+    return PreTrainedTokenizerFast
+
+
 def read_tokenizer(folder: str | Path) -> Any:
     """Return the fast tokenizer of a Hugging Face folder.
 
     Code in the folder is not run. Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no
     end-of-sequence token.
     """
-    with quick_package_metadata():
-        from transformers import PreTrainedTokenizerFast  # takes a second; AutoTokenizer would also import torch
-
     if not (Path(folder) / "tokenizer.json").is_file():
         code = " The tokenizer of this folder is code, which mrl does not run." if tokenizer_is_code(folder) else ""
         raise ValueError(f"{folder}: tokenizer.json is missing; save the model's fast tokenizer there.{code}")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = fast_tokenizer_class().from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{folder}: the tokenizer has no eos_token; responses could not end.")
     return tokenizer
@@ -189,10 +193,7 @@ def byte_tokenizer() -> Any:
 
 
 def _with_special_tokens(raw: Any, template: str, **special: Any) -> Any:
-    with quick_package_metadata():
-        from transformers import PreTrainedTokenizerFast  # takes a second
-
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = fast_tokenizer_class()(
         tokenizer_object=raw,
         pad_token="<pad>",
         bos_token="<bos>",

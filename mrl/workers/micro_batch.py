@@ -146,14 +146,14 @@ def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
     return found
 
 
-def _later_tokens(part: TokenBlock, source: Ints, mtp_layers: int) -> Ints:
+def _later_tokens(part: TokenBlock, token_index: Ints, mtp_layers: int) -> Ints:
     """Return [MTP layers, L]: for layer i = 0, 1, ... and each token, the token that is i + 1 positions later in the same row.
 
-    The entry is 0 if the row has no such token, and at padding. `source` [L]: index of each token in `part`; -1: padding.
+    The entry is 0 if the row has no such token, and at padding. `token_index` [L]: index of each token in `part`; -1: padding.
     """
-    ends = np.repeat(part.cu_seqlens[1:], part.lengths)[source]  # end of the row of each token
-    later = source + np.arange(1, mtp_layers + 1)[:, None]
-    exists = (source >= 0) & (later < ends)
+    ends = np.repeat(part.cu_seqlens[1:], part.lengths)[token_index]  # end of the row of each token
+    later = token_index + np.arange(1, mtp_layers + 1)[:, None]
+    exists = (token_index >= 0) & (later < ends)
     return np.where(exists, part.tokens[np.where(exists, later, 0)], 0).astype(np.int64)
 
 
@@ -227,16 +227,16 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
     return segments, np.concatenate(indices), predicting
 
 
-def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
+def _routing(part: TokenBlock, packed_tokens: Ints, token_index: Ints) -> NDArray[np.int64]:
     """Return the experts of this rank's tokens: [L, layers, topk].
 
     Padding, and tokens that the engine did not compute, are spread evenly over the experts. No sampled token depends
     on these tokens, so their experts do not influence the loss.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
-    experts = part.routed_experts[packed_tokens][source].astype(np.int64)
-    unknown = (source < 0)[:, None, None] | (experts < 0)
+    experts = part.routed_experts[packed_tokens][token_index].astype(np.int64)
+    unknown = (token_index < 0)[:, None, None] | (experts < 0)
     num_experts = int(part.routed_experts.max()) + 1
     topk = experts.shape[-1]
-    round_robin = (np.arange(len(source))[:, None, None] * topk + np.arange(topk)) % max(num_experts, topk)
+    round_robin = (np.arange(len(token_index))[:, None, None] * topk + np.arange(topk)) % max(num_experts, topk)
     return np.where(unknown, round_robin, experts)

@@ -27,10 +27,10 @@ function curves() {
 }
 function times() {
   const p = data.provenance, perfetto = p.trace ? el("p", {}, el("a", { href: p.trace }, "timeline.json"), " opens in ui.perfetto.dev.") : "";
-  const spent = data.components.length ? barChart("Mean step by component", "s", [["Step", data.components]], "The mean duration of a step, without evaluation and checkpoints: what the controller waits for, and its own work.") : "";
+  const components = data.components.length ? barChart("Mean step by component", "s", [["Step", data.components]], "The mean duration of a step, without evaluation and checkpoints: what the controller waits for, and its own work.") : "";
   const ranks = data.ranks.length ? barChart("Forward and backward passes of each trainer rank", "s", data.ranks.map((r) => [r.process, [["computing", r.computing_s], ["gradient reduction", r.reducing_s], ["other", r.other_s]], `${num(r.tokens)} tokens`]), "Sum over the recorded steps. Gradient reduction contains the wait for the slowest rank; with pipeline stages, other contains the wait for other stages.") : "";
   const list = (sentences) => el("ul", {}, ...sentences.map((s) => el("li", {}, s)));
-  section("time", "Where the time goes", list(data.sentences), ...(data.timeline.length ? [el("h3", {}, "From the timeline"), list(data.timeline)] : []), data.timeline.length ? "" : el("p", { class: "soft" }, "No timeline was recorded; tracking.timeline=true records one."), perfetto, data.time ? el("div", { class: "grid" }, stackedChart(data.time), spent, ranks) : "");
+  section("time", "Where the time goes", list(data.sentences), ...(data.timeline.length ? [el("h3", {}, "From the timeline"), list(data.timeline)] : []), data.timeline.length ? "" : el("p", { class: "soft" }, "No timeline was recorded; tracking.timeline=true records one."), perfetto, data.time ? el("div", { class: "grid" }, stackedChart(data.time), components, ranks) : "");
 }
 function origin() {
   const p = data.provenance, facts = [["Folder", p.folder], ["Command", p.command || "not recorded"], ["Outcome", p.outcome + (p.error ? `. Error: ${p.error}` : "")], ["Commit", (p.commit ?? "not recorded") + (p.changed_files ? `, with ${p.changed_files} changed files` : "")], ["Hosts", p.hosts.map((h) => `${h.name} (${h.cpus} CPUs, ${h.gpus} GPUs)`).join(", ") || "not recorded"]];
