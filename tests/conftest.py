@@ -4,17 +4,13 @@ import os
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0")
 
-import atexit
 import gc
 import logging
 import multiprocessing
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import absl.logging
@@ -25,12 +21,6 @@ from rank_processes import run_in_processes
 from mrl.core.code_locations import quick_imports
 
 pytest_plugins = ["device_scheduler"]
-
-SITE = str(Path(__file__).parent / "site")  # folder of sitecustomize.py
-if "MRL_TEST_PACKAGES" not in os.environ:  # processes of pytest-xdist inherit the variables of the first process
-    os.environ["MRL_TEST_PACKAGES"] = tempfile.mkdtemp(prefix="mrl_packages_")
-    atexit.register(shutil.rmtree, os.environ["MRL_TEST_PACKAGES"], ignore_errors=True)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
 
 # `make test` runs the same Hypothesis examples every time. `make test-all` draws new examples (--hypothesis-profile=random).
 # Examples have no deadline: tests run concurrently, so the duration of an example depends on the other tests.
