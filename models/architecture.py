@@ -34,7 +34,7 @@ SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),)
 SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
 _ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
-# Megatron's field: [layers] 1 if the layer is recurrent
+# Megatron's field: for each layer, 1 if it is recurrent, otherwise 0
 _RECURRENT_LAYERS = "linear_attention_freq"
 Block = Literal["attention", "recurrent", "dense", "moe"]
 """Part of a layer: attention or, in its place, a recurrence (gated delta net, Mamba-2); an MLP or, in its place, experts."""
@@ -49,7 +49,7 @@ class VisionTower:
     image_token: int  # id of the image token; an output of the tower replaces the embedding of each image token
     merge_size: int  # merge_size**2 patches give one output
     rope_axes: tuple[int, ...]  # see parallel.rope.rope_axes
-    # placeholder in the rows of the tower, "block" or "feature" -> number of blocks or of features of the tower. Feature i is a
+    # "block" or "feature", a placeholder in the tower's table rows -> number of blocks or features of the tower. Feature i is a
     # further output of the tower, which is added to the output of decoder layer i (DeepStack, arXiv:2406.04334).
     repeats: dict[str, int]
 
@@ -72,11 +72,11 @@ class Architecture:
     # optional parts that this model has, such as "mlp_bias": the table has rows for parts (ParamMapping.part), model_builder.py
     # builds modules for them, and SGLang lacks some of them (Family.engine_unsupported_parts)
     parts: frozenset[str] = frozenset()
-    # activation function of an MLP, or of its gate
+    # activation function of an MLP; if the MLP has a gate, activation function of the gate
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "squared_relu"] = "silu"
     embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the model
     window_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None: `rope`
-    # [layers] whether the layer has an indexer. A layer without an indexer uses the keys that the nearest earlier indexer has
+    # For each layer: whether it has an indexer. A layer without an indexer uses the keys that the nearest earlier indexer has
     # chosen. Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
     # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
@@ -84,7 +84,7 @@ class Architecture:
     query_scaling: QueryScaling | None = None  # factors of the queries, which depend on the position; None: all are 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
     vision: VisionTower | None = None  # None: a language model
-    # [layers] the only block of each layer. Empty: each layer has attention or a recurrence, and then an MLP or experts
+    # For each layer: its only block. Empty: each layer has attention or a recurrence, and then an MLP or experts
     only_blocks: tuple[Block, ...] = ()
     mtp_layers: int = 0  # number of MTP layers that are trained; MTP layers that are not trained are not loaded
 
@@ -161,7 +161,7 @@ class Architecture:
     def recurrent_heads(self) -> dict[str, int]:
         """Config field -> number of heads, or of groups of heads, of a recurrent layer. Empty without recurrent layers.
 
-        Each rank gets whole groups, so that it has the keys and queries of its heads, and normalizes whole groups.
+        Each rank gets whole groups. So it has the keys and queries of its heads, and it normalizes whole groups.
         """
         if self.has_mamba:
             return dict(n_groups=self.transformer["mamba_num_groups"])
@@ -242,7 +242,7 @@ class Architecture:
             moe=experts,
         )
         of_indexer, of_index_pair = indexer_multiply_adds(t) if self.has_sparse_attention else (0.0, 0.0)
-        linear, num_full = 0.0, 0  # num_full: layers with attention and without a window
+        linear, num_full = 0.0, 0  # num_full: number of layers that have attention without a window
         for layer in range(self.num_layers):
             linear += sum(of_block[block] for block in self.blocks(layer)) + of_indexer * self.has_indexer(layer)
             if "attention" in self.blocks(layer):
@@ -280,7 +280,7 @@ class Family:
     supported_by_sglang: bool = True  # whether SGLang implements the architecture
     has_mtp_layers: bool = False  # checkpoints may have layers for multi-token prediction (MTP)
     mtp: MtpNames | None = None  # names of the tensors of MTP layers; None: MTP layers cannot be trained
-    # suffixes of SGLang parameters that SGLang stores in float32 whatever the dtype of the engine; buffers are float32 anyway
+    # suffixes of SGLang parameters that are float32 in an engine of any dtype; buffers are always float32 and are not listed
     engine_float32: tuple[str, ...] = ()
     engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
     # beginning of the name of a Hugging Face tensor -> beginning of the name of its SGLang parameter, if they differ
@@ -292,14 +292,14 @@ class Family:
     engine_needs_gpu: bool = False  # whether SGLang's code for the architecture has no kernels for the CPU
     # whether SGLang stores some weights in the dtype of config.json instead of the dtype of the engine
     engine_reads_dtype: bool = False
-    # arguments of the SGLang servers of a training run, unless the user sets them
+    # arguments that a training run gives to its SGLang servers, unless the user sets these arguments
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
     engine_score_has_bias: bool = False
     # part of a Hugging Face name -> the part that SGLang's name has instead; applied to the names after `engine_fusions`
     engine_renames: Mapping[str, str] = field(default_factory=dict)
-    # field of config.json that is a list of names -> name that transformers writes -> name that SGLang needs, if they differ
+    # field of config.json that is a list of names -> {name that transformers writes: name that SGLang needs, if it differs}
     engine_field_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def read(self, config: HFConfig) -> Architecture:
@@ -407,7 +407,7 @@ class Family:
         return expanded
 
     def mtp_copies(self, arch: Architecture) -> dict[str, str]:
-        """Return copy -> copied tensor (Hugging Face names), for tensors of trained MTP layers that repeat other tensors."""
+        """Return name of a copy -> name of the copied tensor (Hugging Face names), for all copies in trained MTP layers."""
         copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
         names = {name for row in self.rows(arch) for name in row.hf}
         return {copy: source for copy, source in copies.items() if source in names}
@@ -478,8 +478,8 @@ class ModelSpec:
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's DistributedDataParallelConfig
     # reference to a family outside models/families (see models.families.load_family); None: the built-in family
     family: str | None = None
-    # adapters; if set, mrl trains only them. None: mrl trains the weights, except frozen rows and, without `train_vision`, the
-    # vision tower
+    # adapters; if set, mrl trains only them. None: mrl trains all weights except frozen rows, and the vision tower only if
+    # `train_vision` is true
     lora: LoraConfig | None = None
     seed: int = 0  # seed of the initial adapters
     train_vision: bool = False  # whether the vision tower of an image model is trained, too

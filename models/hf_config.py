@@ -1,7 +1,7 @@
 """Reads a Hugging Face config, and records which fields were read.
 
-A model family must read every field that may change the logits. A field that the family does not read is an error, except if the
-field is in IGNORED_FIELDS.
+A model family must read every field that may change the logits. Every field that the family does not read must be in
+IGNORED_FIELDS; otherwise, mrl raises ValueError.
 """
 
 import json
@@ -121,7 +121,7 @@ class HFConfig:
         return replace(self, defaults=defaults, read_fields=set())
 
     def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
-        """Return the config in the field `name`, with no field marked as read. If given, `fields` replace its fields.
+        """Return the config in the field `name`, with no field marked as read. `fields`: its fields (None: those of the file).
 
         Raises ValueError if the field is missing or is not an object.
         """
@@ -147,7 +147,7 @@ class HFConfig:
 
     @property
     def family_architecture(self) -> str:
-        """Architecture under which the family is registered: XForCausalLM, also for XForSequenceClassification."""
+        """Architecture of the registered family: XForCausalLM, even if the config has XForSequenceClassification."""
         return _TEXT_CLASSIFIERS.get(self.architecture) or self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":
@@ -197,8 +197,8 @@ class HFConfig:
         """Return the rotary embeddings of layers with full attention and of layers with a sliding window.
 
         `theta` is the base for full attention, and `local_theta` is the base for a sliding window. `rope_parameters` has
-        parameters for each kind of layer. If they contain a base (`rope_theta`), it has priority. The field `rope_scaling` of
-        transformers 4 applies to full attention only.
+        parameters for each kind of layer. If they contain a base (`rope_theta`), this base has priority over the arguments. The
+        field `rope_scaling` of transformers 4 applies to full attention only.
         """
         self.read_fields.update(("rope_parameters", "rope_scaling"))
         by_kind = dict(self.fields.get("rope_parameters") or {})

@@ -133,8 +133,8 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
 def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
     """Raise ValueError if FP8 would use a recipe that does not work when ranks have different numbers of micro-batches.
 
-    Transformer Engine reduces the largest absolute values (amax) of the recipe `delayed` over ranks in each forward and backward
-    pass. If a rank has fewer passes than another rank, the other rank waits forever. `delayed` is Megatron's default.
+    With the recipe `delayed`, which is Megatron's default, Transformer Engine reduces the largest absolute values (amax) over
+    ranks in each forward and backward pass. If a rank has fewer passes than another rank, the other rank waits forever.
     """
     recipe = overrides.get("fp8_recipe")
     if not overrides.get("fp8") or recipe in FP8_RECIPES:

@@ -136,8 +136,8 @@ def can_fuse_rope(arch: Architecture) -> bool:
     """Whether Transformer Engine's fused RoPE can compute the rotations of this model. If not, Megatron uses torch.
 
     Transformer Engine's kernel cannot multiply cosines and sines by an amplitude (YaRN, LongRoPE). For latent attention, Megatron
-    uses a Triton kernel of its own instead. mrl cannot use that kernel. For a pack, the kernel needs `cu_seqlens`. It then counts
-    positions from the start of each sequence in the pack, which is wrong if responses share a prompt.
+    uses its own Triton kernel instead. For a pack, this Triton kernel needs `cu_seqlens` and counts positions from the start of
+    each sequence in the pack. mrl cannot use it, because such positions are wrong if responses share a prompt.
     """
     ropes = [rope for rope in (arch.rope, arch.window_rope) if rope is not None]
     has_amplitude = any(rope.amplitude != 1.0 for rope in ropes)
@@ -164,7 +164,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
         expert_tensor_parallel_size=dims.expert_tp,
         variable_seq_lengths=dims.pp > 1,  # pipeline stages send each other the length of every pack
         moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, also for dense models
-        # With vpp > 1, two ranks send to each other at the same time. Batched sends and receives of the two would not match.
+        # With vpp > 1, two ranks send to each other at the same time, and their batched sends and receives would not match.
         overlap_p2p_comm=dims.vpp > 1,
         batch_p2p_comm=dims.vpp == 1,
         deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send corrupts the message
@@ -210,7 +210,8 @@ def _attention(
 ) -> ModuleSpec:
     """Return the spec of grouped-query attention. `rotary`: rotary embedding of these layers (None: that of the model).
 
-    VariantSelfAttention, which explains the `options`, is used only if the model needs at least one of them.
+    If the model needs at least one of the `options`, the module is VariantSelfAttention, which explains them; otherwise, it is
+    SelfAttention.
     """
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     parts = arch.parts
@@ -231,7 +232,7 @@ def _attention(
 
 
 def _recurrence(config: TransformerConfig, provider: BackendSpecProvider, arch: Architecture) -> ModuleSpec:
-    """Return the spec of a recurrent layer's first block, Mamba-2 or gated delta net. Layers share its RecurrencePlanCache."""
+    """Return the spec of a recurrent layer's first block, Mamba-2 or gated delta net. Layers share one RecurrencePlanCache."""
     return ModuleSpec(
         module=PackedMamba2 if arch.has_mamba else PackedGatedDeltaNet,
         params={

@@ -48,7 +48,8 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
     ) -> tuple[Any, Any, Tensor | None, Tensor, Tensor]:
         """Return the arguments unchanged (Megatron would shift them by one token), and the embeddings of later tokens.
 
-        Layer k reads the token k places later. The embeddings are [L, 1, H], or [L/tp, 1, H] under sequence parallelism.
+        For each token, layer k reads the embedding of the token k places later. The embeddings are [L, 1, H], or [L/tp, 1, H]
+        under sequence parallelism.
         """
         assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.later_tokens is not None
         embedded = embedding(packed_seq_params.later_tokens[self.layer_number - 1])
@@ -74,7 +75,7 @@ class MtpGPTModel(GPTModel):
             return
         provider = spec_provider()
         norm, projection = provider.layer_norm(rms_norm=True), provider.column_parallel_linear()
-        # A copy, because these fields would change how GPTModel and Megatron's schedules compute the model.
+        # This is a copy, because in `config` these fields would change how GPTModel and Megatron's schedules compute the model.
         own_config = copy(config)
         own_config.mtp_num_layers, own_config.mtp_detach_heads = len(mtp_layer_specs), True
         specs = [

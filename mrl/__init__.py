@@ -39,7 +39,7 @@ def _check_own_packages() -> None:
 
 
 def _append_working_directory() -> None:
-    """Append the folder of the user's modules to `sys.path`, so that these modules hide no other modules.
+    """Append the folder of the user's modules to `sys.path`. At the end of the path, these modules hide no other modules.
 
     Also delete PYTHONSAFEPATH if mrl has set it. mrl/core/code_locations.py gives the reasons.
     """

@@ -1,8 +1,9 @@
 """mrl as a library: `mrl.train`, `mrl.generate`, `mrl.evaluate`, `mrl.convert` and `mrl.load_config`.
 
 Each function except `load_config` runs the `mrl` command of the same name in a child process, and waits until the command ends.
-So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. If the calling
-process has joined a Ray cluster, `train` runs in that cluster, unless `cluster.address` names another cluster.
+So a run behaves as on the command line, and `import mrl` is fast. The functions print what the command prints. `train` runs in
+the Ray cluster that `cluster.address` names. If this key is not set, it runs in the cluster that the calling process has
+joined, if there is one.
 
 The argument `settings` contains the overrides of the command line, in one of three forms:
 

@@ -3,12 +3,12 @@
 Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
 backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are the
 numbers of query heads and key/value heads on this rank, and d is the number of channels per head. K is the number of keys that
-all calls of the pack (parallel.packing.AttentionCall) read. Only in `append_sinks`, L and K are the numbers of queries and keys
-of a single chunk.
+all attention calls of the pack (parallel.packing.AttentionCall) read, repetitions included. In `append_sinks`, L and K have
+another meaning: the numbers of queries and keys of a single chunk.
 
-An attention sink (gpt-oss) is a logit of each query head that is only in the denominator of the softmax: the weight of key j is
-exp(s_j) / (exp(sink) + sum_k exp(s_k)), where s_k is the scaled product of the query and key k. Logits and sums are in float32,
-also for sinks and keys in 16 bits.
+An attention sink (gpt-oss) is an additional logit for each query head. It appears only in the denominator of the softmax: the
+weight of key j is exp(s_j) / (exp(sink) + sum_k exp(s_k)), where s_k is the scaled product of the query and key k. Logits and
+sums are in float32, even if sinks and keys are in 16 bits.
 """
 
 import logging
@@ -67,10 +67,10 @@ class SoftmaxSettings:
 class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's layers, for packs: softmax(scale * q k^T) v for each token with the query q.
 
-    k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only the
-    tokens of the window. A chunk consists of consecutive queries of one segment (parallel.packing). The keys of the chunk belong
-    to all tokens of the sequence up to the chunk's last query, in order, also with shared prompts and with context parallelism.
-    So a window is a band along the causal diagonal of the chunk.
+    k and v are the keys and values of the tokens to which the token attends. In a layer with a sliding window, these are only
+    the tokens of the window. A chunk consists of consecutive queries of one segment (parallel.packing). The keys of a chunk are
+    those of all tokens of the sequence up to the chunk's last query, in order. This also holds with shared prompts and with
+    context parallelism. So a window is a band along the causal diagonal of the chunk.
 
     With softmax_type="learnable", each query head has a sink. As in Megatron, the sinks are the parameter softmax_offset.
     """
@@ -89,7 +89,7 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        # number of keys to which a token attends at most, itself included; None: no limit
+        # largest number of keys to which a token attends, its own key included; None: no limit
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1
@@ -201,8 +201,8 @@ def flash_attention_versions(channels: int) -> list[int]:
     """Return the versions of FlashAttention that this process can use for keys with `channels` channels, the preferred first.
 
     torch contains FlashAttention-2. FlashAttention-3 is the package flash_attn_interface, for Hopper GPUs. FlashAttention-4 is
-    the package flash-attn-4, for Blackwell GPUs of capability 10. It supports only some numbers of channels. torch could also use
-    FlashAttention-4 on Hopper GPUs, but this has not been measured.
+    the package flash-attn-4, for Blackwell GPUs of compute capability 10. It supports only some numbers of channels. torch
+    could also use FlashAttention-4 on Hopper GPUs, but this has not been measured.
     """
     major = torch.cuda.get_device_capability()[0] if has_cuda() else 0
     versions = [2]
@@ -258,10 +258,10 @@ class VarlenCall(NamedTuple):
 class AttendVarlenWithSinks(torch.autograd.Function):
     """Attention with sinks over chunks of different lengths, with torch's flash-attention kernels on a GPU.
 
-    The kernels have no sinks. The forward kernel also returns the logarithm of the denominator without the sink, so the output is
-    corrected afterwards. The backward kernel computes all weights again from the logits and from this logarithm, and it needs the
-    sum of gradient times output over the channels. With the corrected logarithm and the corrected output, its gradients are those
-    of attention with sinks.
+    The kernels do not support sinks. The forward kernel also returns the logarithm of the denominator without the sink, so the
+    output is corrected afterwards. The backward kernel recomputes all weights from the logits and from this logarithm, and it
+    needs sum(gradient * output) over the channels. If it gets the corrected logarithm and the corrected output, its gradients
+    are those of attention with sinks.
     """
 
     @staticmethod
@@ -297,8 +297,8 @@ class AttendVarlenWithSinks(torch.autograd.Function):
             *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
             *(state, ctx.scale, ctx.window_size),
         )
-        # Let w be the softmax weight of the sink. Its value vector is 0, so the gradient of the sink is -w * sum(gradient *
-        # output).
+        # Let w be the softmax weight of the sink. The sink has the value vector 0, so the gradient of the sink is the product
+        # of -w and sum(gradient * output).
         wide = log_sum.dtype
         product = (grad.to(wide) * out.to(wide)).sum(-1).t()  # [n, L]
         sink_grad = -((sinks.to(wide).unsqueeze(1) - log_sum).exp() * product).sum(1)
@@ -347,7 +347,7 @@ def append_sinks(
     sinks: Tensor,  # [n]
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a key with the value zero whose logit is the sink, for attention kernels that have no sinks.
+    """Append a key whose logit is the sink and whose value is 0, so that a kernel without sinks computes attention with sinks.
 
     All three tensors get two further channels. In these channels, queries are 1, the given keys are 0, and the two elements of
     the appended key sum to sink / scale. With only one channel, sink / scale would be rounded to the dtype of the keys. The
@@ -375,8 +375,8 @@ def attend_batched(
     """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device.
 
     `masks` has one mask [count, num_queries, num_keys] for each call (see the fields of AttentionCall). A mask is True at the
-    keys to which a query attends, and must be causal. None in place of a mask: a query attends to all keys that AttentionCall
-    describes.
+    keys to which a query attends, and must be causal. None in place of a mask means that a query attends to all keys that
+    AttentionCall describes.
     """
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention

@@ -1,7 +1,7 @@
 """Saves and loads Megatron's distributed checkpoints (torch_dist).
 
 A checkpoint does not depend on the parallel layout: a model with any layout can load it. The checkpoint of a model with LoRA
-adapters contains only the adapters, with their optimizer state.
+adapters contains only the adapters and their optimizer state.
 """
 
 import json
@@ -44,9 +44,9 @@ from parallel.optimizer import (
 logger = logging.getLogger(__name__)
 _NUM_STEPS_KEY = "optimizer_steps"  # a checkpoint stores under this key how many optimizer steps came before the save
 _OPTIMIZER_PREFIX = "optimizer.state."  # in a checkpoint, every key of optimizer state starts with this prefix
-_EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes under keys with this part
+_EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes; their keys contain this
 _TRACKER_PREFIX = "tracked."  # in an RNG file, the name of each state of Megatron's RNG tracker starts with this prefix
-_MAX_VOCAB_PADDING = 1024  # a stored vocabulary must have fewer than this many rows beyond those of the model
+_MAX_VOCAB_PADDING = 1024  # a stored vocabulary may have more rows than the model's, but fewer than this many more
 
 
 def begin_save(

@@ -43,8 +43,8 @@ _CHILD_NICENESS = 10  # nice value of the child: a lower priority than training
 class BackgroundWriter[T]:
     """Runs the function `write` once, in a forked child process or directly in this process.
 
-    The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
-    SIGKILL when the thread that created the child ends. The child has no stdout and no stderr, and does not use the GPU.
+    The child sees the memory of this process as it was at the fork (copy-on-write pages). When the thread that created the
+    child ends, the Linux kernel kills the child with SIGKILL. The child has no stdout and no stderr, and does not use the GPU.
     """
 
     def __init__(self, write: Callable[[], T], in_fork: bool) -> None:

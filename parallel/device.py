@@ -41,7 +41,7 @@ def backend() -> str:
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Allocate uint8 [nbytes] on the host, pinned if this process computes on a GPU."""
+    """Allocate a uint8 tensor [nbytes] in host memory. The memory is pinned if this process computes on a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_cuda())
 
 
@@ -252,7 +252,7 @@ def _patch_tensor_factories() -> None:
 
 
 def _patch_megatron_optimizer_and_rng() -> None:
-    import megatron.core.optimizer as optimizer  # only now: Megatron reads torch.cuda, which is patched, when it is imported
+    import megatron.core.optimizer as optimizer  # only now, because this import reads torch.cuda, which must be patched before
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.tensor_parallel.random as random
 

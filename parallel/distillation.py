@@ -33,7 +33,7 @@ With m_j = beta t_j + (1 - beta) s_j, where beta is a parameter of js (see Diver
     reverse_kl  s_j log(s_j / t_j)                                        s_j log(s_j / t_j)
     js          beta t_j log(t_j / m_j) + (1 - beta) s_j log(s_j / m_j)   (1 - beta) s_j log(s_j / m_j)
 
-A constant times s_j does not change the gradient, because the s_j sum to 1.
+Adding a constant times s_j to u_j does not change the gradient, because the s_j sum to 1.
 
 In shapes, T is the number of positions, n the number of positions in a chunk, H and H_t the hidden sizes of student and teacher,
 and V/tp the number of vocabulary rows on this rank.

@@ -45,7 +45,7 @@ def apply_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the umask without os.umask, which would change it for a moment, also for files that other threads create."""
+    """Return the umask. os.umask is not used: it would change the umask for a moment, also for files of other threads."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
 
@@ -93,7 +93,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # an existing folder was completed by another process
+            if not folder.is_dir():  # if the folder exists, another process has completed it
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Images of a pack: where the outputs of the vision tower go, and the positions of tokens along three axes.
+"""Images of a pack: where the vision tower's outputs go, and positions of tokens along three axes (time, height, width).
 
 A square of merge_size**2 patches gives one output of the vision tower, and this output replaces the embedding of one image token.
 This module does not communicate. In shapes, S is the number of tokens of all sequences of a micro-batch, and L is the number of
@@ -80,7 +80,7 @@ class SequenceImages:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of the vision tower for the images so far. The outputs of the next image begin with this index."""
+        """Number of outputs of the vision tower for the images so far. The outputs of the next image begin at this index."""
         return int(self.output_index.max(initial=-1)) + 1
 
     def add(

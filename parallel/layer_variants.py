@@ -1,8 +1,8 @@
 """Variants of three modules of Megatron: self-attention, transformer layer, and experts.
 
-The variants have norms of whole projections, norms after each block, another rotary embedding, scaled queries, or experts with
-biases. In the shapes of this module, L is the number of tokens on this rank, n and g are the numbers of query heads and of
-key/value heads on this rank, and d is the number of channels per head.
+The variants have norms over the queries or keys of all heads together, norms after the attention and after the MLP, another
+rotary embedding, scaled queries, or experts with biases. In the shapes of this module, L is the number of tokens on this rank,
+n and g are the numbers of query heads and of key/value heads on this rank, and d is the number of channels per head.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from parallel.rope import QueryScaling
 
 
 class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over the queries, or the keys, of all heads together. Each tensor-parallel rank has a part of heads and weights.
+    """RMSNorm over the queries, or the keys, of all heads together. Each tensor-parallel rank has some heads and their weights.
 
-    The mean of squares is over all heads, so the ranks sum their squares.
+    The mean of squares is over all heads, so an all-reduce adds up the sums of squares of the ranks.
     """
 
     def __init__(self, config: TransformerConfig, num_heads: int, group: ProcessGroup) -> None:
@@ -82,11 +82,11 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class VariantSelfAttention(SelfAttention):
-    """Megatron's self-attention with further options: norms of whole projections, another rotary embedding, and scaled queries.
+    """Megatron's self-attention with further options: ProjectionNorm, another rotary embedding, and scaled queries.
 
     `interleaved`: among the first `interleaved` components of a head, the rotary embedding rotates the pairs (2i, 2i + 1).
-    Megatron rotates the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. Products do not
-    depend on the order.
+    Megatron rotates the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. The products of
+    queries and keys do not depend on the order.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def _add_normed(norm: torch.nn.Module, bias_dropout_add: Any, training: bool, fu
 
 
 def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return a constructor of the down projections of experts, whose biases are added once.
+    """Return a constructor for down projections of experts: of the ranks that share an expert, only one adds the bias.
 
     If expert tensor parallelism splits an expert, every rank of the group has the whole bias, and Megatron sums the outputs of
     the ranks. So only the first rank may add the bias. `linear`: class of a row-parallel matrix of one expert or of several.
@@ -184,8 +184,8 @@ def biased_down_projection(linear: Callable[..., torch.nn.Module]) -> Callable[.
         module.explicit_expert_comm = True  # type: ignore[bad-assignment]
         for name, parameter in module.named_parameters():
             if name.startswith("bias"):
-                # Megatron 0.19 sums the gradients of parameters with this mark over the tensor-parallel ranks. For a bias, it
-                # would add the gradients of different experts.
+                # Megatron 0.19 sums the gradient of a parameter over the tensor-parallel ranks if this attribute is true. For a
+                # bias, it would add the gradients of different experts.
                 parameter.sequence_parallel = False  # type: ignore[missing-attribute]
         if groups.etp_group().rank() > 0:
             module.register_forward_hook(_without_bias)

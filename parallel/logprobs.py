@@ -30,11 +30,11 @@ from torch.distributed import ProcessGroup
 PADDING_LOGIT = -1e30
 """Logit of the padding rows of the vocabulary. It gives these rows probability 0, and 0 * PADDING_LOGIT is 0, not NaN."""
 PRODUCT_ROWS = 8192
-"""Largest number of rows of a matrix product that exist at a time while the product is added to a sum of a wider dtype."""
+"""`add_product` computes at most this many rows of a matrix product at a time, and adds them to a sum of a wider dtype."""
 ALIGNED_ROWS = 64
-"""A slice of more rows than this is rounded down to a multiple of this number, because such products are fast.
+"""If a slice of the vocabulary has more rows than this, its size is rounded down to a multiple of this number.
 
-A slice that contains all rows is not rounded.
+Matrix products of such sizes are fast. A slice that contains all rows is not rounded.
 """
 
 
@@ -82,8 +82,8 @@ class OutputLayer:
     def vocabulary_slices(self, rows: int, positions: int) -> list[tuple[slice, "OutputLayer"]]:
         """Divide this rank's `rows` weight rows into slices. Return each slice with an OutputLayer for the rows of this slice.
 
-        The logits of a slice at all positions are at most `chunk_size * rows` numbers, as many as the logits of a chunk of
-        positions for all rows. Only a slice of a single row may have more logits.
+        Over all positions, a slice has at most `chunk_size * rows` logits. This is the number of logits that a chunk of
+        positions has over all rows. Only a slice of a single row may have more logits.
         """
         size = max(1, self.chunk_size * rows // max(1, positions))
         if ALIGNED_ROWS < size < rows:
@@ -229,7 +229,7 @@ def _row_sums(
 
 
 def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """Combine the statistics [5, T] of `_row_sums` over all ranks. Needs two all-reduces for any number of chunks."""
+    """Combine the statistics [5, T] of `_row_sums` over all ranks. This needs two all-reduces for any number of chunks."""
     if group.size() == 1 or sums.size(1) == 0:
         return sums.unbind()
     peak, chosen, total, weighted, squares = sums.unbind()

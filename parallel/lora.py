@@ -17,7 +17,7 @@ gradient of a replicated matrix comes from the tokens of this rank only. Therefo
 
 A routed expert is split over the expert-tensor-parallel ranks in the same way. Megatron's dispatcher gathers the tokens of the
 experts and sums the outputs, so the adapter of an expert communicates nothing in the forward pass. The backward pass sums the
-gradients of a replicated matrix over these ranks.
+gradients of a replicated matrix over the expert-tensor-parallel ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ class LinearSplit:
     axis: int | None  # dim of the weight [out, in] that is split; None: every rank has the whole weight
     # Hugging Face matrix -> number of its output rows on this rank; the order of the matrices is the order that `merge` needs
     rows: Mapping[str, int]
-    # combines the rows of the matrices to the rows of the linear layer (ParamMapping.merge)
+    # combines the rows of the matrices into the rows of the linear layer (ParamMapping.merge)
     merge: Callable[[Sequence[Tensor]], Tensor]
     sequence_parallel: bool
     is_expert: bool = False  # whether the layer belongs to a routed expert
@@ -81,7 +81,7 @@ class LowRankPair(torch.nn.Module):
 
 
 class LoraAdapter(torch.nn.Module):
-    """Adapter of one linear layer: a LowRankPair for each Hugging Face matrix that the layer combines and that is adapted."""
+    """Adapter of one linear layer. It has a LowRankPair for each adapted Hugging Face matrix of the layer."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ def require_input_gradients(embedding: torch.nn.Module) -> None:
 
 
 def sharded_adapters(model: GPTModel) -> dict[str, ShardedTensor]:
-    """Return name in `model` -> description for a distributed checkpoint, for each matrix of the adapters.
+    """Return a description of each adapter matrix for a distributed checkpoint. The keys of the dict are names in `model`.
 
     In the checkpoint, the key of a matrix is its name in the whole model, so any layout can load it.
     """

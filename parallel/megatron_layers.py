@@ -4,8 +4,8 @@ The plain torch modules have the same parameter names as Transformer Engine's mo
 tables are the same on GPUs and CPUs.
 
 The load-balancing losses of the MoE routers do not depend on the layout. With routing replay (Rollout Routing Replay, Ma et al.
-2025), the trainer sends each token to the experts that the engine chose for the token, in the forward pass, the backward pass and
-recomputation. The trainer computes the probabilities of these experts itself, so the router still receives gradients.
+2025), the trainer's forward pass, recomputation and backward pass send each token to the experts that the engine chose for the
+token. The trainer computes the probabilities of these experts itself, so the router still receives gradients.
 
 In shapes, L is the number of tokens on this rank, H is the hidden size, n is the number of heads, and d is the number of channels
 per head. In shapes of angles, d is the number of channels per head that RoPE rotates.
@@ -108,7 +108,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 @cache
 def fuse_rope_of_packs() -> None:
-    """Let Megatron call Transformer Engine's fused RoPE for packs with one angle for each token (PackedRotaryEmbedding).
+    """Let Megatron call Transformer Engine's fused RoPE for packs with a row of angles for each token (PackedRotaryEmbedding).
 
     The kernel rotates token i of [L, 1, n, d] by row i of the angles [L, 1, 1, d]. Megatron 0.19 passes [L, n, d] and [L, 1, d].
     """
@@ -147,7 +147,7 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
     Under sequence parallelism, `hidden` is [L/tp, H].
 
     `replicated` means that the head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part
-    of the vocabulary and a part of the gradient, and the backward pass sums these parts.
+    of the vocabulary and a part of the gradient, and the backward pass sums the parts of the gradient.
     """
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
@@ -266,7 +266,7 @@ class PackedRouter(TopKRouter):
     reasons: the count is already the sum over all ranks, because Megatron has all-reduced it in place, or the ranks have
     different counts.
 
-    The correction bias, if the model has one, stays in float32 for any dtype of the model.
+    The correction bias (Megatron's expert_bias), if the model has one, stays in float32 for any dtype of the model.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":

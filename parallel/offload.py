@@ -40,7 +40,7 @@ class ModelOffloader:
 
     @property
     def level(self) -> OffloadLevel:
-        """The highest level that is completely on the device. The result is also correct after a failed `move_to`."""
+        """The highest level whose contents are all on the device. The result is also correct after a failed `move_to`."""
         if self._weights.storages:
             return OffloadLevel.FULLY_OFFLOADED
         return (
@@ -164,7 +164,7 @@ class WeightsOnHost:
 
 
 class _HostMemory:
-    """Blocks of host memory, pinned if this process computes on a GPU. Blocks stay allocated when their bytes are free again."""
+    """Blocks of host memory, pinned if this process computes on a GPU. Blocks stay allocated when nothing uses their bytes."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []

@@ -73,7 +73,7 @@ class GradientReducer:
         self._num_started = len(self._groups)
 
     def reset(self) -> None:
-        """Forget which gradients and reductions this optimizer step has had. Call this when all reductions have finished."""
+        """Forget the gradients and the reductions of this optimizer step. Call this when all reductions have finished."""
         self._num_started = 0
         for group in self._groups:
             group.reset()
@@ -93,8 +93,8 @@ class _WatchedGroup:
     def __init__(self, group: _ParamAndGradBucketGroup, chunk: DistributedDataParallel) -> None:
         self.params = group.params
         self._group, self._chunk = group, chunk
-        # Number of gradients that each parameter gets: more than 1 if several parts of the model that are recomputed separately
-        # use the parameter. None: no step has given gradients to all parameters yet.
+        # Number of gradients that each parameter gets. A parameter gets several gradients if several parts of the model use it
+        # and are recomputed separately. None: no step has given gradients to all parameters yet.
         self._expected: dict[Parameter, int] | None = None
         self._found: dict[Parameter, int] = {}
         self._started = False
@@ -114,7 +114,7 @@ class _WatchedGroup:
         if self._expected is None and len(self._found) == len(self.params):
             self._expected = self._found
         self._found, self._started = {}, False
-        # This keeps the group in its state before the first step, in which Megatron starts no reduction itself.
+        # Without these counts, the group stays in its state before the first step. In this state, Megatron starts no reduction.
         self._group.per_param_grad_ready_counts = {}
 
 
@@ -144,8 +144,8 @@ def wrap_ddp(
     bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:
     - The head of the actor reads the weight of the output layer without calling that layer, so it would read stale weights.
     - A replica without a micro-batch calls no module, so it would not take part in the all-gather.
-    - The last optimizer step of a training step is followed by the weight sync, or by the copy to the host before the reference
-      is loaded. This operation reads all parameters at once. The all-gather would have no computation to overlap with.
+    - After the last optimizer step of a training step comes the weight sync, or the copy of the weights to the host before the
+      reference model is loaded. Both read all parameters at once, so the all-gather would have no computation to overlap with.
     """
     defaults = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False)
     config = DistributedDataParallelConfig(**defaults | dict(settings or {}), overlap_grad_reduce=overlap)
@@ -181,7 +181,7 @@ def _fuse_weight_gradients(chunk: DistributedDataParallel) -> None:
     if chunk.config.gradient_accumulation_fusion:
         for module in chunk.modules():
             is_trained = any(param.requires_grad for param in module.parameters(recurse=False))
-            # In version 2.20, Linear, LayerNormLinear and GroupedLinear have this attribute.
+            # In Transformer Engine 2.20, Linear, LayerNormLinear and GroupedLinear have this attribute.
             if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True  # type: ignore[missing-attribute]
 
@@ -259,9 +259,9 @@ def _whole_states(
 ) -> Iterator[dict[str, ShardedDescription]]:
     """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
-    The order of the tensors is the order in which that function reads them. Megatron 0.19 has its own function for this purpose.
-    It takes slices of a buffer that has no padding between buckets, but the offsets of the slices include the padding. So with
-    several buckets, it warns of damaged data.
+    The order of the tensors is the order in which that function reads them. Megatron 0.19 has its own function for these
+    descriptions, but with several buckets, it warns of damaged data: it slices a buffer without padding between buckets, and
+    the offsets of the slices include the padding.
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:

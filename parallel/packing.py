@@ -106,7 +106,8 @@ class PackedSequences(PackedSeqParams):
     # parallel.sparse_attention). A layer has an entry only if the next layer uses the same keys. In training, the layer's
     # backward pass removes the entry. Otherwise, the last layer that reads the entry removes it.
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    # [MTP layers, L] row i: the token i + 1 places after each token in its sequence, 0 after the end; None: no MTP layer runs
+    # [MTP layers, L] row i: for each token, the token i + 1 places later in its sequence, or 0 after the end of the sequence;
+    # None: no MTP layer runs
     later_tokens: Tensor | None = None
 
     @property

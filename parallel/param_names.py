@@ -20,8 +20,8 @@ def global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Ten
     """Yield (name in the whole model, tensor) for the tensors of a virtual stage.
 
     The names contain the indices of layers and experts in the whole model. The names of sequential experts and of grouped experts
-    have the same form. The tensors are the parameters and the correction biases of the routers. (A Hugging Face checkpoint has no
-    other buffers.) `local_experts`: number of experts of a layer on this rank.
+    have the same form. The tensors are all parameters, and the buffers with the correction biases of the routers. (A Hugging
+    Face checkpoint has no other buffers.) `local_experts`: number of experts of a layer on this rank.
     """
     first_expert = groups.ep_group().rank() * local_experts
     layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(chunk.decoder.layers)}

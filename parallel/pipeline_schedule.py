@@ -54,8 +54,8 @@ def run_forward_backward[O](
 
     Returns the outputs of each micro-batch on the last pipeline stage, and an empty list on other stages. `chunks` are this
     rank's virtual stages. With `forward_only`, no gradients are computed. A rank without micro-batches still takes part in
-    the gradient reduction. Therefore replicas may have different numbers of micro-batches, except if
-    `ParallelDims.equal_micro_batch_counts` is true.
+    the gradient reduction. Therefore replicas may have different numbers of micro-batches if
+    `ParallelDims.equal_micro_batch_counts` is false.
 
     `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies the load-balancing loss of a pack by the
     pack's number of tokens, so `aux_scale` = 1 / (tokens of all packs of the optimizer step) gives the mean over tokens.

@@ -52,11 +52,13 @@ class RecurrencePlanCache:
 class PackedRecurrence(MegatronModule):
     """Layer with a recurrence over packs. Each tensor-parallel rank has a part of the groups of heads.
 
-    The rows of the input projection are ordered by groups. `columns` says how many rows of each kind a group has, in their order:
-    the inputs of the convolution and the recurrence (CONVOLVED), the gates (GATE), and the numbers of its heads (NUMBERS). So the
-    rows of a tensor-parallel rank are consecutive. Under context parallelism, every rank gathers the projections of the whole
-    pack and computes the convolution and the recurrence for all tokens, because ranks that split a recurrence along the sequence
-    would have to wait for each other. Each rank computes the gates, the norm and the matrices only for its own tokens.
+    The rows of the input projection are ordered by groups, so the rows of a tensor-parallel rank are consecutive. A group has
+    three kinds of rows: for the inputs of the convolution and the recurrence (CONVOLVED), for the gates (GATE), and for the
+    numbers of its heads (NUMBERS). `columns` maps each kind to its number of rows in a group, in the order of the rows.
+
+    Under context parallelism, every rank gathers the projections of the whole pack and computes the convolution and the
+    recurrence for all tokens, because ranks that split a recurrence along the sequence would have to wait for each other. Each
+    rank computes the gates, the norm and the matrices only for its own tokens.
     """
 
     sharded: ClassVar[Mapping[str, int]]  # parameter of the layer itself -> dim that tensor parallelism shards
@@ -104,9 +106,9 @@ class PackedRecurrence(MegatronModule):
     def _set_sizes(self, config: TransformerConfig, **sizes: Any) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
         """Return the sizes and the parameters of this layer, and set the attributes that `_recur` and `_gated_norm` need.
 
-        The result is: the number of groups of heads, without tensor parallelism; `columns`; the number of elements of the outputs
-        of all heads for one token; and the initial values of this rank's parameters. Megatron's flat buffers have the parameters
-        in this order.
+        The result is: the number of groups of heads on all ranks together; `columns`; the number of elements of the outputs of
+        all heads for one token; and a dict of the initial values of this rank's parameters. Megatron's flat buffers have the
+        parameters in the order of the dict.
         """
         raise NotImplementedError
 
@@ -214,9 +216,10 @@ class PackedMamba2(PackedRecurrence):
 
     The layer projects each token to gates, values (x in the paper), keys (B), queries (C), and one number for each head. All
     heads of a group have the same key and query. The step (Delta) of a head, softplus(number + dt_bias), is the weight of the
-    update of the state. The step times a learned rate, exp(A_log), determines the decay of the state. The output of the
-    recurrence, plus a learned multiple D of the value, is multiplied by the gate and then normalized over all heads of a group. A
-    group has the rows of its gates, its values, its key, its query, and one number for each of its heads.
+    update of the state. The step times a learned rate, exp(A_log), determines the decay of the state. The layer adds D times
+    the value, where D is learned, to the output of the recurrence. It then multiplies the sum by the gate, and normalizes the
+    product over all heads of a group. A group has the rows of its gates, its values, its key, its query, and one number for
+    each of its heads.
     """
 
     sharded = dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight"), 0)

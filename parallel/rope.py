@@ -119,7 +119,8 @@ class YarnRope(Rope):
     beta_fast: float | None = None  # None: 32
     beta_slow: float | None = None  # None: 1
     attention_factor: float | None = None  # the amplitude; None: see `derived_amplitude`
-    # If both are set and not 0, derived_amplitude is yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim).
+    # If mscale and mscale_all_dim are set and not 0, derived_amplitude is the quotient of yarn_mscale(factor, mscale) and
+    # yarn_mscale(factor, mscale_all_dim).
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether the ramp begins and ends at whole pairs
@@ -159,8 +160,9 @@ class LongRope(Rope):
     """RoPE of LongRoPE (Ding et al., 2024, arXiv:2402.13753), for sequences of at most original_max_position_embeddings tokens.
 
     LongRoPE divides each frequency by a factor of its own. There are two lists of factors, and the length of the whole sequence
-    selects the list: short sequences have `short_factor`, longer ones `long_factor`. So all keys of a sequence change when the
-    sequence becomes longer than the limit. This class rotates short sequences only.
+    selects the list: sequences of at most original_max_position_embeddings tokens use `short_factor`, longer sequences use
+    `long_factor`. So all keys of a sequence change when it becomes longer. This class only rotates sequences that use
+    `short_factor`.
     """
 
     short_factor: tuple[float, ...]  # [dim / 2]

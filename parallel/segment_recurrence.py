@@ -4,8 +4,9 @@ A recurrence passes a state from token to token. In a pack, the first token of a
 parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. Both recurrences
 compute chunks of CHUNK tokens in parallel: the gated delta rule as in Yang et al., 2024, "Gated Delta Networks",
 arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21060, section 6. The chunks of a pack form a
-forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest has all chunks with the same
-number of chunks before them in their sequence, and is computed in one batch. This module does not communicate.
+forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest consists of all chunks that
+have the same number of chunks before them in their sequence. The chunks of a level are computed in one batch. This module does
+not communicate.
 
 In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, g is the
 number of groups of heads, and k and v are the numbers of channels of a key and of a value.
@@ -38,7 +39,7 @@ class RecurrencePlan:
     num_rows: int  # L: tokens on this rank, including padding
     # [S] row of each real token in the concatenated rows of all context-parallel ranks; None: the first S rows, in order
     rows: Tensor | None
-    # [L] index of each row of this rank among the real tokens, S for padding; None: the first S rows are the tokens, in order
+    # [L] index of the real token in each row of this rank, S for padding; None: the first S rows are the tokens, in order
     own: Tensor | None
     # the inputs of the convolution: for each segment, indices of the `kernel - 1` tokens before the segment in its sequence (see
     # `of`), and then of the segment's own tokens; S: no token

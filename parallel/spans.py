@@ -33,7 +33,7 @@ PROCESS_ENV = "MRL_TIMELINE"  # environment variable of a child process: JSON of
 MAX_FILE_BYTES = 256 * 1024 * 1024  # a process stops recording when its file is this large
 MAX_WAITING_SPANS = 100_000  # spans that wait in memory to be written; further spans are dropped
 WRITE_INTERVAL_S = 1.0
-MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # engine batches in one span: longest duration, longest pause between two
+MAX_JOINED_S, MAX_JOINED_GAP_S = 0.25, 0.01  # limits for joining engine batches: total duration, pause between two
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -237,7 +237,7 @@ def child_environment(folder: str | Path, role: str, first_rank: int) -> dict[st
 
 
 def start_from_environment(rank: int = 0) -> None:
-    """Start to record if the parent process has set `child_environment`.
+    """Start to record if the parent process has set the variable that `child_environment` returns.
 
     The rank of this process is `rank` plus the `first_rank` that the parent has passed.
     """

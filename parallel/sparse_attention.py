@@ -20,8 +20,8 @@ no query of a pack has more than `topk` keys, a token attends to all of them, an
 In GLM-5 models, a layer may have no indexer. Then it uses the keys that the nearest earlier layer with an indexer has chosen.
 Both layers must be in the same pipeline stage.
 
-The trainer computes the products of a query with all earlier keys, and masks the products with keys that are not chosen. In
-shapes, L is the number of tokens on this rank, H is the hidden size, n is the number of heads of the attention on this rank, d is
+The trainer computes the products of a query with all earlier keys, and then masks out the keys that are not chosen. In shapes,
+L is the number of tokens on this rank, H is the hidden size, n is the number of heads of the attention on this rank, d is
 the number of channels per head, h and c are the numbers of heads and of channels of the indexer, and K is the number of keys.
 """
 
@@ -90,7 +90,7 @@ class LightningIndexer(torch.nn.Module):
     ) -> list[Tensor | None]:
         """Return for each call of the pack a mask [count, num_queries, num_keys] that is True at the chosen keys.
 
-        None in place of a mask: a query attends to all keys up to its own.
+        None in place of a mask means that a query attends to all keys up to its own.
         """
         key = self.k_norm(self.wk(hidden).float())
         weights = F.linear(hidden.float(), self.weights_proj.weight.float()) * (self.heads * self.channels) ** -0.5

@@ -157,7 +157,7 @@ class OptimConfig:
 MERGED_ELEMENTS = 1 << 22
 """Largest number of elements of W + (alpha / rank) B A that are computed at a time, in float32."""
 INDEX_PRODUCTS = 1 << 26
-"""Largest number of products of queries and keys of all heads of an indexer that are in memory at a time, in float32."""
+"""Largest number of query-key products, over all heads of an indexer, that are in memory at a time, in float32."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the output of an adapter."""
+        """Factor by which the output of an adapter is multiplied."""
         return self.alpha / self.rank
 
 
@@ -298,9 +298,9 @@ def settings_key_of(name: str) -> str | None:
 
 
 def check_ddp_settings(settings: Mapping[str, Any], key: str, overlap: bool | None) -> None:
-    """Raise ValueError if the config key `key` has a field of DistributedDataParallelConfig that a user cannot set.
+    """Raise ValueError if `settings` has a field or value that DistributedDataParallelConfig or mrl does not allow.
 
-    `overlap`: the value of trainer.overlap_grad_reduce; None: the default, which depends on the device.
+    `key`: config key of `settings`. `overlap`: value of trainer.overlap_grad_reduce (None: the default for the device).
     """
     for name, value in settings.items():
         _check(name, value, key, _DDP, DDP_RESERVED)
@@ -317,7 +317,7 @@ def check_ddp_settings(settings: Mapping[str, Any], key: str, overlap: bool | No
 
 
 def check_optimizer_settings(settings: Mapping[str, Any], section: str) -> None:
-    """Raise ValueError if `settings` has a field of OptimizerConfig that a user cannot set.
+    """Raise ValueError if `settings` has a field or value that Megatron's OptimizerConfig or mrl does not allow.
 
     `section`: config section of the optimizer, such as critic.optim. `settings` is the value of its key `megatron`.
     """

@@ -48,7 +48,7 @@ def to_megatron(
     conversion was interrupted, a second call resumes it.
 
     Raises:
-        ValueError: the folder is not a complete model of a known family, tensors that Megatron stores as one tensor have
+        ValueError: the folder is not a complete model of a known family, Hugging Face tensors of one Megatron tensor have
             different dtypes, the output exists, an interrupted conversion had other inputs, or the disk has too little free
             space.
     """
@@ -89,9 +89,9 @@ def to_hf(
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
-    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. MTP
-    layers that the checkpoint does not have are copied from the folder of `config`, if it has weights, in their own dtype. If a
-    conversion was interrupted, a second call resumes it.
+    All weights get the dtype `dtype` (None: their stored dtype), except the weights that Megatron always keeps in float32. If
+    the checkpoint has no MTP layers and the folder of `config` has weights, the MTP layers of this folder are copied in their
+    own dtype. If a conversion was interrupted, a second call resumes it.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged or belongs to another model, the output exists, an interrupted
@@ -236,7 +236,7 @@ def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     has_vision = family_of(config).read(config).vision is not None
     model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     reference = model_class.from_pretrained(config.path.parent, dtype=torch.float32).eval()
-    for module in reference.modules():  # see docs/tutorials/model.md: only transformers limits the steps of Nemotron-H
+    for module in reference.modules():  # docs/tutorials/model.md: only transformers limits the time steps of Nemotron-H
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, math.inf)
     return reference(tokens[None]).logits[0]
@@ -245,7 +245,7 @@ def _transformers_logits(config: HFConfig, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     """Return the logits [tokens, padded vocabulary] of the Megatron model in float32."""
-    from parallel import device  # its patch of torch, below, comes before the first import from Megatron
+    from parallel import device  # patch_megatron_for_cpu, below, must run before the first import from Megatron
     from parallel.dims import ParallelDims
 
     device.patch_megatron_for_cpu()

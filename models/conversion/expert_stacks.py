@@ -29,7 +29,7 @@ QUANT_METHOD = "mxfp4"
 
 _BLOCK_BYTES = BLOCK // 2  # two values in each byte
 _EXPONENT_BIAS = 127  # the stored number e stands for the scale 2 ** (e - 127)
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the highest bit is the sign
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index: lower three bits of a number; its highest bit is the sign
 _PART = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")  # groups: module, expert, tensor
 _BIAS_SUFFIX = "_bias"
 
@@ -40,7 +40,7 @@ class StackPart:
 
     stack: str  # name of the stored tensor
     index: int  # index of the expert
-    is_matrix: bool  # whether the stack contains the transposed matrix
+    is_matrix: bool  # whether the part is a matrix, which the stack contains transposed; otherwise, it is a bias
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part in the stack. `shape`: shape in the table."""

@@ -84,7 +84,7 @@ def _next_power_of_two(x: Tensor) -> Tensor:
 
 
 def block_box(box: Box, shape: tuple[int, ...]) -> Box:
-    """Return the scales of a box of weights, as a box of the tensor of scales. `shape`: shape of the whole matrix.
+    """Return the box of the scale tensor that contains the scales of a box of weights. `shape`: shape of the whole matrix.
 
     Raises ValueError if the box contains only a part of a block.
     """

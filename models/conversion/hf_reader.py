@@ -126,7 +126,8 @@ def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[byt
 class HFWeights:
     """The tensors of a Hugging Face folder by name. The files are memory-mapped, so a page is read when it is first used.
 
-    If a folder stacks the experts of a layer, the tensors also have the names of the table (models/conversion/expert_stacks.py).
+    If a folder stacks experts, the tensors of one expert can be read by their names in the family's table (see
+    models/conversion/expert_stacks.py).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -456,7 +457,7 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
 def _expected_tensors(
     shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Return (name -> shape of each tensor that a folder must have, names of those that contain packed values).
+    """Return (name -> shape of each tensor that a folder must have, names of the tensors with blocks or scales of MXFP4).
 
     `shapes`: shapes of the tensors of the table. `found`: shapes of the tensors in the folder, where experts may be in MXFP4.
     """

@@ -128,7 +128,7 @@ class HFFolderWriter:
                 shutil.copyfile(path, folder / path.name)
         config = dict(fields or json.loads((folder / "config.json").read_text()))
         _set_dtype(config, self._dtype)
-        if is_mxfp4(config):  # of the source; the tensors of this folder are not quantized
+        if is_mxfp4(config):  # the source is quantized, but the tensors of this folder are not
             del config["quantization_config"]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, text in extra_files.items():

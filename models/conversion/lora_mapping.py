@@ -13,7 +13,7 @@ from models.conversion.expert_stacks import is_stacked
 from models.conversion.mapping import ParamMapping
 from parallel.trainer_config import LoraConfig
 
-RANK = "lora_rank"  # key of the rank of the adapters among the sizes of the model
+RANK = "lora_rank"  # key of the adapters' rank in the dict `sizes`, beside the keys of Architecture.sizes
 _LINEAR = re.compile(r"decoder\.layers\..*\.linear_\w+\.weight$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _PEFT_PREFIX = "base_model.model."
@@ -38,7 +38,7 @@ def _is_linear(row: ParamMapping, experts: bool) -> bool:
 
 
 def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]:
-    """Return the names of the matrices that get adapters: lora.targets, or the matrices of all rows that can have adapters."""
+    """Return the names of the matrices that get adapters: lora.targets, or if it is empty, all that can have adapters."""
     return set(lora.targets) or {
         matrix_name(name) for row in rows if can_have_adapter(row, lora.experts) for name in row.hf
     }
@@ -47,7 +47,7 @@ def adapted_matrices(rows: Iterable[ParamMapping], lora: LoraConfig) -> set[str]
 def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     """Raise ValueError if lora.targets names a matrix that cannot have an adapter, or leaves a layer without an adapter.
 
-    Without lora.targets, it also raises ValueError if a linear layer cannot have adapters.
+    If lora.targets is empty, a linear layer that cannot have adapters is an error, too.
     """
     if lora.experts and any(is_stacked(name) for row in family.rows(arch) for name in row.hf):
         raise ValueError(

@@ -161,7 +161,7 @@ class ParamMapping:
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
         """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
 
-        There is only one rank in the result if every rank has the whole tensor.
+        If every rank has the whole tensor, the list has a single entry, which applies to all ranks.
         """
         ranks = 1 if self.axis is None else tp_size
         return {

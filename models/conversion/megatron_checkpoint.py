@@ -40,7 +40,7 @@ from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_ch
 from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_MTP_DECODER = (".mtp_model_layer.", ".transformer_layer.")  # the decoder layer of an MTP layer: in the model, in a key
+_MTP_DECODER = (".mtp_model_layer.", ".transformer_layer.")  # decoder layer of an MTP layer: name in model, in key
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 # keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")

@@ -16,7 +16,7 @@ MTP_PREFIX = "mtp.layers."
 """Begins the names of all parameters of MTP layers in Megatron."""
 DRAFT_PREFIX = "draft."
 """Begins the names of the parameters of an engine's draft model, which computes the MTP layer."""
-TWO_HIDDEN = "two_hidden"  # name of the width of the projection's input in Architecture.sizes
+TWO_HIDDEN = "two_hidden"  # key of Architecture.sizes: width of the projection's input
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
@@ -27,7 +27,7 @@ class MtpNames:
     {depth} is the index of the MTP layer among the MTP layers, from 0, and {number} is the number of decoder layers plus {depth}.
     """
 
-    layer: str  # the decoder layer, without the name of a tensor in it
+    layer: str  # the decoder layer: beginning of the names of its tensors
     embedding_norm: str
     hidden_norm: str
     projection: str

@@ -237,9 +237,9 @@ class WeightBridge(ParamBridge):
         super().__init__(rows, params, arch.sizes | {"one": 1}, dims, arch.num_experts, copies)
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
-        """As in ParamBridge. A head that the checkpoint lacks keeps its initial values.
+        """As in ParamBridge, but return None for a head that the checkpoint lacks: the head keeps its initial values.
 
-        If a critic starts from a reward model, the weight of its value head is loaded from the score head.
+        Exception: if a critic starts from a reward model, the weight of its value head is loaded from the score head.
         """
         if row not in self.own_head or row.hf[0] in weights:
             return row

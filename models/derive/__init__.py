@@ -1,1 +1,1 @@
-"""Proposes a model family from a config of transformers: finds what each tensor does, writes the table, and proves it."""
+"""Proposes a model family from a config of transformers: finds what each tensor does, writes the family file, and tests it."""

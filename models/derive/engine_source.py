@@ -19,7 +19,7 @@ class EngineSource:
 
     file: Path
     text: str  # source of the model and of the model files that it imports
-    stacked: dict[str, tuple[str, ...]]  # module that SGLang has -> modules of the checkpoint, in order
+    stacked: dict[str, tuple[str, ...]]  # fused module in SGLang -> the modules that it combines, in order
     expert_matrices: tuple[str, str, str] | None  # names of gate, up and down of an expert
 
     def mentions(self, name: str) -> bool:

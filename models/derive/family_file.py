@@ -144,7 +144,7 @@ class FamilyPlan:
         return "\n".join([*lines, *([LATENT_SIZES.rstrip()] if self.is_latent else [])])
 
     def _parts(self, lines: list[str]) -> list[str]:
-        """Return the argument `parts` of read_decoder. Conditions are appended to `lines`."""
+        """Return the argument `parts` of read_decoder. If a part depends on the config, its condition is added to `lines`."""
         constant = [part for part, code in self.parts.items() if code == "True"]
         present = [part for part, code in self.parts.items() if code != "False"]
         if not present:

@@ -40,8 +40,8 @@ class Match:
     kind: str  # attention, latent_attention, mlp or moe
     # slot -> name of the tensor in the checkpoint. models.derive.structure replaces the index of the layer by {layer}.
     slots: dict[str, str]
-    # variant of the formula: attention (AttentionOptions), rotated (number of rotated components of a head), head_dim, eps,
-    # activation, routing (Routing)
+    # variant of the formula, with the keys attention (AttentionOptions), rotated (number of rotated components of a head),
+    # head_dim, eps, activation and routing (Routing)
     options: dict[str, Any] = field(default_factory=dict)
     error: float = 0.0  # largest difference of the outputs, divided by the largest output
 
@@ -267,7 +267,8 @@ def _latent_attention(
 def match_mlp(tensors: Mapping[str, Tensor], call: Call) -> Match | None:
     """Find the activation and the slots of an MLP.
 
-    The slots are gate, up and down of a gated MLP, gate_up and down if gate and up are one matrix, or up and down of a plain MLP.
+    A gated MLP has the slots gate, up and down, or gate_up and down if gate and up are one matrix. A plain MLP has the slots up
+    and down.
     """
     hidden = call.x.shape[-1]
     matrices = _matrices(tensors)

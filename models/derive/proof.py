@@ -1,4 +1,4 @@
-"""Proves a family on tiny models, in one process: compares bytes after a conversion, logits, and the gradient of every tensor.
+"""Proves with tiny models in one process that a family is correct: compares bytes after a conversion, logits and all gradients.
 
 In shapes, T is the number of tokens, and V is the size of the vocabulary.
 """
@@ -24,7 +24,7 @@ from parallel import device
 from parallel.dims import ParallelDims
 
 GRADIENT_LIMIT = 2e-5
-"""Largest allowed difference of a tensor's gradient from that of transformers, divided by the latter's largest element."""
+"""Largest allowed `difference` (models.derive.formulas) between a tensor's gradients in mrl and in transformers."""
 ROUND_OFF = 1e-6
 """A gradient counts as round-off if its largest element, divided by the largest element of all gradients, is at most this.
 
@@ -126,7 +126,7 @@ def _transformers(model: TinyModel) -> tuple[Tensor, dict[str, Tensor]]:
     logits = torch.cat([reference(tokens[None]).logits[0] for tokens in sequences(model.config.vocab_size)])
     reference.zero_grad()
     _loss(logits).backward()
-    # save_pretrained renames and splits tensors for the checkpoint. So the gradients replace the weights before they are saved.
+    # save_pretrained renames and splits tensors for the checkpoint. So each gradient is put in place of its weight, and saved.
     for parameter in reference.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     with TemporaryDirectory() as folder:

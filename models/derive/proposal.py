@@ -184,7 +184,7 @@ def _rope_arguments(proposal: Proposal) -> list[str]:
 
 
 def other_rope_fields(proposal: Proposal, has_scaling: bool) -> tuple[str, ...]:
-    """Return the numeric keys of `rope_parameters` that mrl's class for this rope_type has no field for.
+    """Return the numeric keys of `rope_parameters` for which mrl's class of this rope_type has no field.
 
     Adds a problem for each of these keys whose value changes the logits, unless the value scales the queries.
     """

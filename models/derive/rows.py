@@ -1,7 +1,7 @@
 """Turns the slots that the probes found into rows of a family's table.
 
-A row maps a Megatron parameter to the tensors in its slots. The rows of one part of the model form a group. A group that is equal
-to a block of rows in models/families, such as ATTENTION, is written as the name of this block.
+A row maps a Megatron parameter to the tensors in one or several slots. The rows of one part of the model form a group. A group
+that is equal to a block of rows in models/families, such as ATTENTION, is written as the name of this block.
 """
 
 from dataclasses import replace
@@ -25,11 +25,11 @@ _INDENT = " " * 8
 def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
     """Return kind of block -> slot -> name of the tensor, for all blocks of all layers and variants.
 
-    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, and mlp_norm or moe_norm, and
-    after_attention and after_mlp for norms of the outputs of the blocks.
+    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, mlp_norm and moe_norm for
+    norms before the blocks, and after_attention and after_mlp for norms of the outputs of the blocks.
 
     Raises:
-        ValueError: a slot has different names in two layers.
+        ValueError: a slot has tensors with different names in two layers.
     """
     merged: dict[str, dict[str, str]] = {}
 
@@ -220,7 +220,7 @@ def rows_code(rows: Rows) -> str:
 
 
 def format_call(start: str, arguments: list[str], end: str) -> str:
-    """Return a call in one line, or with one line for each argument if it has more than _WIDTH characters."""
+    """Return a call in one line if it has at most _WIDTH characters, otherwise with one line for each argument."""
     line = f"{start}{', '.join(arguments)}{end}"
     if len(line) <= _WIDTH:
         return line

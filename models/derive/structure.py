@@ -254,7 +254,7 @@ def multiplier(block: Tensor, contribution: Tensor) -> float | None:
 
 
 def fields_with(fields: Mapping[str, Any], value: float) -> str:
-    """Return a remark that names the fields with a number x for which x, 1 / x, sqrt(x) or 1 / sqrt(x) is `value`."""
+    """Return a remark that names each field whose number x gives `value` as x, 1 / x, sqrt(x) or 1 / sqrt(x)."""
     names = [
         name
         for name, found in fields.items()

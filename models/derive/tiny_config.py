@@ -1,8 +1,8 @@
 """Reads a config of transformers and shrinks it, so that a random model with the same structure takes milliseconds on a CPU.
 
-No two widths of the tiny model are equal. So a size in the shape of a tensor says which width it is. All sizes except that of the
-vocabulary, which trainers pad, are even, so that two ranks can share each matrix. Fields that this module does not know keep
-their value.
+No two widths of the tiny model are equal. So a size in the shape of a tensor says which width it is. The size of the vocabulary
+is odd, because trainers pad it. All other sizes are even, so that two ranks can share each matrix. Fields that this module does
+not know keep their value.
 """
 
 import inspect
@@ -44,7 +44,7 @@ SIZE_FIELDS = frozenset(
         *("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "num_experts_per_tok"),
     ]
 )
-"""Fields with sizes. A config contains each of them if its model has this size, so that a family needs no default for them."""
+"""Fields with sizes. If a model has one of these sizes, its config has the field. So a family needs no default for it."""
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # fields that a config must have
 _DERIVED = ("qk_head_dim",)  # fields that a config class computes from other fields
 # fields of config.json that build_config does not copy to the arguments of the config class

@@ -1,4 +1,4 @@
-"""Changes one config field at a time, and finds which fields decide about optional tensors.
+"""Changes one config field at a time, and finds which fields decide whether a model has optional tensors.
 
 A variant is a tiny model in which one field has another value. The probes run on the tiny model and on each variant. An optional
 part, such as the biases of queries, keys and values, depends on a field in two cases: the variants with the part are exactly
@@ -112,7 +112,7 @@ def make_variants(fields: dict[str, Any]) -> list[Variant]:
 
 
 def condition_of(part: str, variants: list[Variant]) -> Condition | None:
-    """Return the condition under which the part is present. None: no field explains it in all variants without problems."""
+    """Return the condition under which the part is present. None: no field decides this in all variants without problems."""
     kind, slot = PARTS[part]
     runs = [
         (variant.fields, any(slot in match.slots for match in variant.structure.matches(kind)))

@@ -224,7 +224,7 @@ def read_layers_without_rope(config: HFConfig) -> dict[str, Any]:
 
 
 def read_query_scaling(config: HFConfig) -> QueryScaling:
-    """Return the factors of the queries that the parameters of the rotary embedding describe. Raises ValueError without them."""
+    """Return the factors of the queries that the rotary parameters describe. Raises ValueError if they describe none."""
     parameters = config.rope_parameters()
     beta, period = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
     if not isinstance(beta, int | float) or not isinstance(period, int) or period < 1:

@@ -170,8 +170,8 @@ def _check_fields(config: HFConfig) -> None:
             f"{config.path}: time_step_limit={config['time_step_limit']!r} is not supported; expected [0.0, Infinity]."
         )
     # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. transformers
-    # raises the steps of Mamba-2 to at least `time_step_min`. The models were trained without this limit, and SGLang has no such
-    # limit, so mrl has none.
+    # raises the time steps of Mamba-2 to at least `time_step_min`. The models were trained without this limit, and SGLang has
+    # no such limit, so mrl has none.
     config.read_fields.update(
         ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand")
     )

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms after the attention and after the MLP, none before.
+"""OLMo 2 and OLMo 3: norms after the attention and after the MLP, but no pre-norms.
 
 The queries of all heads together have one norm, and so have the keys. OLMo 3 has layers with a sliding window, which have plain
 RoPE. Its other layers may have a scaled RoPE.

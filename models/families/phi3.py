@@ -11,7 +11,7 @@ from models.families.decoder_blocks import ATTENTION, DEFAULTS, DENSE_MLP, EMBED
 from models.hf_config import HFConfig
 from parallel.rope import LongRope, Rope
 
-# class of a row -> Hugging Face tensor that combines its tensors
+# class of a row -> Hugging Face tensor that combines the tensors of the row
 _FUSED: dict[type, str] = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
 _NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
@@ -29,7 +29,7 @@ def translate(config: HFConfig) -> Architecture:
         raise ValueError(
             f"{config.path}: a rotary embedding of {type(rope).__name__} is not supported; expected default or longrope."
         )
-    # SGLang reads partial_rotary_factor only outside of rope_parameters; transformers prefers its value inside.
+    # SGLang reads partial_rotary_factor only outside of rope_parameters; transformers prefers the value in rope_parameters.
     is_nested = rope.dim != int(head_dim * (config["partial_rotary_factor"] or 1.0))
     return read_decoder(config, rope=rope, parts=frozenset([_NESTED_FRACTION] if is_nested else []))
 

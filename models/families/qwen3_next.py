@@ -125,7 +125,7 @@ def _rope(config: HFConfig) -> Rope:
 
 
 def _read_layers(config: HFConfig) -> tuple[list[int], bool]:
-    """Return ([layers] 1 if the layer is recurrent, whether `full_attention_interval` alone describes the layers)."""
+    """Return (for each layer, 1 if it is recurrent, else 0; whether `full_attention_interval` alone describes the layers)."""
     kinds, count, every = config["layer_types"], config["num_hidden_layers"], config["full_attention_interval"]
     by_interval = [_KINDS[(number + 1) % every == 0] for number in range(count)]
     kinds = by_interval if kinds is None else kinds

@@ -1,7 +1,7 @@
 """Qwen3-VL (dense): a vision tower, and the decoder of Qwen3 with interleaved multimodal RoPE and DeepStack (arXiv:2511.21631).
 
-DeepStack (arXiv:2406.04334): some blocks of the tower have a merger, which reads the hidden states after its block. The results
-are added to the outputs of the first decoder layers, at the image tokens.
+DeepStack (arXiv:2406.04334): some blocks of the tower have a merger, which reads the hidden states after its block. The outputs
+of the mergers are added to the outputs of the first decoder layers, at the image tokens.
 """
 
 from typing import Any

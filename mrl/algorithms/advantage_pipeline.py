@@ -39,13 +39,13 @@ class AdvantagePipeline:
     from the whole step, before the step is divided into mini-batches (Loss.extra_columns).
 
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
-    computes the extra columns. A response without sampled tokens is ignored, also in the mean reward of its group.
+    computes the extra columns. Responses without sampled tokens are ignored: the mean reward of a group does not include them.
 
     Offline rows (rows of data.offline.path) may have an advantage from the config (data.offline.advantage, passed in
     `ScoredBatch.offline_advantages`). This advantage replaces the estimated advantage after the whitening.
 
-    `resampling` acts after all columns are computed. Some responses then count several times in the loss, and responses that
-    count 0 times are rejected. A response with an offline advantage is not drawn: it counts once.
+    After all columns are computed, `resampling` decides how many times each response counts in the loss. A response that counts
+    0 times is rejected. A response with an offline advantage always counts once.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
@@ -60,9 +60,9 @@ class AdvantagePipeline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of what the estimator, the loss and the KL penalty read, as in AlgorithmParts.needs.
+        """Names of the inputs that the estimator, the loss and the KL penalty read, in the form of AlgorithmParts.needs.
 
-        These are names of columns and of teacher outputs, and "greedy_rewards": the reward of a greedy response to each prompt.
+        An input is a column, a teacher output, or "greedy_rewards": the reward of a greedy response to each prompt.
         """
         needs = needs_of(self.advantage) | needs_of(self.loss)
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
@@ -246,7 +246,7 @@ def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> Ad
 
 
 def _whiten(advantages: NDArray[np.float64], in_loss: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return advantages [R], normalized with the mean and the unbiased variance of the tokens `in_loss` [R].
+    """Return advantages [R], normalized with the mean and unbiased variance over the tokens for which `in_loss` [R] is true.
 
     As in verl and trl, 1e-8 is added to the variance. So advantages with a standard deviation far below 1e-4 stay near 0.
     """

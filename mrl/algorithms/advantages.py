@@ -2,8 +2,8 @@
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
-advantage 0 if its group has only one response, or if all rewards of the group are equal. (GDPO gives a group the advantage 0 if
-all responses agree in each part of the reward. OptimalTokenBaseline with `zero_tail` is an exception.)
+advantage 0 if its group has only one response, or if all rewards of the group are equal. There are two exceptions: GDPO
+compares each part of the reward instead of the whole reward. OptimalTokenBaseline with `zero_tail` has no such rule.
 docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
 """
 
@@ -96,8 +96,8 @@ class GRPO:
         batch  standard deviation of the rewards of all responses of the step (Lite PPO, Liu et al. 2025, arXiv 2508.08221)
         none   no division (Dr.GRPO, Liu et al. 2025, arXiv 2503.20783, 3.2)
 
-    The paper does not say whether its standard deviation is biased. The default is the unbiased estimate (`ddof=1`), as in the
-    common implementations. Raises ValueError for any other `scale_rewards`.
+    The paper of GRPO does not say whether it uses the biased or the unbiased standard deviation. The default is the unbiased
+    one (`ddof=1`), as in the common implementations. Raises ValueError for an unknown `scale_rewards`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -195,8 +195,8 @@ class GPG:
     """(Reward minus the mean of the group) times B / (B - M) (Chu et al. 2025, AGE).
 
     M is the number of responses whose group has only equal rewards. Such groups give no gradient; the factor compensates for
-    this. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
-    with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
+    this. In verl, M is the number of responses with reward 0. The paper also divides the advantage by a number F_norm. By
+    default F_norm is 1; with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -348,9 +348,10 @@ class OptimalTokenBaseline:
     """Reward to go minus a token baseline, which minimizes the variance of the gradient (OTB, Li et al. 2026).
 
     The advantage of token t of response i is G[i, t] - B[t]. G[i, t] is the sum of the rewards from this token to the end. B[t]
-    is the weighted mean of G[., t] over the responses of the group that have a token t, with the weights W[., t]. W[i, t] is the
-    sum of 1 - 2 pi + sum pi^2 over the tokens up to t, where pi is the old probability of the token and sum pi^2 is over the
-    vocabulary. Each term is the squared norm of the gradient of log pi with respect to the logits.
+    is the weighted mean of G[., t] over the responses of the group that have a token t, with the weights W[., t]. W[i, t] is a
+    sum over the tokens of response i up to t. The term of a token is 1 - 2 pi + q, where pi is the old probability of the
+    token, and q is the sum of the squared old probabilities of all tokens of the vocabulary. This term is the squared norm
+    of the gradient of log pi with respect to the logits.
 
     The index t counts only sampled tokens. So this class equals verl's `tir_optimal_token_baseline` for responses of several
     turns, and verl's `optimal_token_baseline` for responses of one turn.
@@ -380,7 +381,7 @@ class OptimalTokenBaseline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of the old policy, and the engine's log-probabilities for `correction`."""
+        """Names of two columns of the old policy and, with `correction`, of the column with the engine's log-probabilities."""
         of_correction = {"rollout_logprobs"} if self.correction else set[str]()
         return frozenset({"old_logprobs", "sum_pi_squared"} | of_correction)
 
@@ -405,7 +406,7 @@ class OptimalTokenBaseline:
 
 
 def _group_and_index(inputs: AdvantageInputs) -> NDArray[np.int64]:
-    """Return [R]: a number that two tokens share if they have the same index in responses of the same group."""
+    """Return [R]: a number for each token. It is the same for tokens with the same index in the responses of one group."""
     response = inputs.response_of_token
     index = np.arange(len(response)) - (np.cumsum(inputs.lengths) - inputs.lengths)[response]
     return GroupStatistics(inputs.groups).index[response] * inputs.lengths.max(initial=1) + index
@@ -429,7 +430,7 @@ class OnPolicyDistillation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The log-probabilities of the teacher and of the old policy, and what `reward` needs."""
+        """Names of the columns with the log-probabilities of teacher and old policy, and of the inputs that `reward` needs."""
         return frozenset({"teacher_logprobs", "old_logprobs"}) | getattr(self.reward, "needs", frozenset())
 
     @property

@@ -72,19 +72,19 @@ class ImportanceSampling:
     works with every level and mode.
 
     With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is computed once per
-    step, before the step is divided into mini-batches. With level=token, it is the mean over tokens, otherwise over responses.
-    Tokens and responses that mode=mask masks count as 0 in the mean. The mean does not include truncated responses that
-    algorithm.mask_truncated excludes. With level=token, it does not include tokens for which the engine reported no
-    log-probability. The veto and other corrections do not change the mean. If the mean is below 1e-8, the weights are not
-    divided, as in verl.
+    step, before the step is divided into mini-batches. With level=token, it is a mean over tokens; with the other levels, it is
+    a mean over responses. Tokens and responses that mode=mask masks count as 0 in the mean. The mean does not include truncated
+    responses that algorithm.mask_truncated excludes. With level=token, it also does not include tokens for which the engine
+    reported no log-probability. The veto and other corrections do not change the mean. If the mean is below 1e-8, the weights
+    are not divided, as in verl.
 
     Published methods are settings of this class:
 
     - truncated importance sampling (TIS, Yao et al. 2025): mode=truncate, high=2
     - masked importance sampling (MIS, Liu et al. 2025): level=sequence, mode=mask
     - rejection of responses whose mean log-ratio is too far from 0: level=geometric, mode=reject
-    - the weight pi_prox / pi_behave, here pi_old / pi_rollout, of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025,
-      eq. 5): level=token, mode=truncate, high=inf
+    - the weight of decoupled PPO, pi_prox / pi_behave, which is pi_old / pi_rollout here (Hilton et al. 2022; AReaL, Fu et al.
+      2025, eq. 5): level=token, mode=truncate, high=inf
 
     Rejected tokens count in the denominators of the loss; in verl they do not count.
 
@@ -117,7 +117,7 @@ class ImportanceSampling:
         return frozenset({"old_logprobs", "rollout_logprobs"}) if self.batch_normalize else frozenset()
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return a column that has 1 / (mean weight of the step) for all tokens, if `batch_normalize` is set."""
+        """With `batch_normalize`, return one column: 1 / (mean weight of the step) for each token. Otherwise, return {}."""
         if not self.batch_normalize:
             return {}
         weights = self.step_weights(batch)
@@ -134,7 +134,7 @@ class ImportanceSampling:
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
     def step_weights(self, batch: AdvantageInputs) -> NDArray[np.float64]:
-        """Return the weights [R] of all tokens of a step, without veto and before `batch_normalize`.
+        """Return the weights [R] of all tokens of a step, before the veto and `batch_normalize` are applied.
 
         `batch` has the columns old_logprobs and rollout_logprobs. Where the engine reported NaN, the token's ratio is 1.
         """
@@ -223,10 +223,10 @@ class Rejection:
         mean   the mean over the response
         max    the largest divergence of a token of the response
 
-    With sum, mean and max, if the value of a response is above `high`, all tokens of the response are rejected.
+    With sum, mean and max, all tokens of a response are rejected if the value of the response is above `high`.
 
-    ImportanceSampling with mode=reject compares r itself, which is verl's estimate k1. `numerator` has the same meaning as in
-    ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
+    ImportanceSampling with mode=reject compares r itself with its bounds, as verl does with the estimate k1. `numerator` has
+    the same meaning as in ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
 
     Raises ValueError for an unknown level, kind or numerator, and for a `high` of 0 or less.
     """
@@ -258,7 +258,7 @@ class Rejection:
 
 
 def _factors(correction: Correction) -> Iterator[Correction]:
-    """Yield the corrections that a Product multiplies, those of nested Products included. Yield any other correction itself."""
+    """Yield the corrections that a Product multiplies, also those of nested Products. Yield any other correction unchanged."""
     if not isinstance(correction, Product):
         yield correction
         return
@@ -346,7 +346,7 @@ def mismatch_sums(old: Tensor, rollout: Tensor, left_out: Tensor | None = None) 
     engine of the run sampled these tokens, so they count in no sum. The results are float64 scalars. The caller adds the sums
     of all micro-batches and ranks.
     """
-    # Unknown tokens are masked and not removed: with removal, the host would wait until the GPU knows how many tokens remain.
+    # Tokens whose ratio is unknown are masked, not removed: to remove them, the host would have to wait for a count on the GPU.
     not_reported = rollout.isnan() if left_out is None else rollout.isnan() & ~left_out
     unknown = not_reported if left_out is None else not_reported | left_out
     log_ratio = (old.detach().double() - rollout.double()).masked_fill(unknown, 0.0)
@@ -367,7 +367,8 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the mismatch metrics, computed from the sums of a whole batch.
 
     Here ratio is pi_trainer / pi_engine of a sampled token, and E is the mean over the sampled tokens for which the engine
-    reported a log-probability. `nan_tokens` is the number of all other sampled tokens.
+    reported a log-probability. `nan_tokens` is the number of tokens for which it reported NaN. Tokens of rows of
+    data.offline.path do not count.
 
     kl            KL(engine || trainer), estimated by -E[log ratio]
     k3            KL(engine || trainer), estimated by E[ratio - 1 - log ratio] (Schulman 2020)

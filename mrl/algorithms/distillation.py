@@ -55,7 +55,7 @@ def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
 class Distillation(PolicyLoss):
     """Distillation loss: coef * D(teacher, policy) at each sampled token.
 
-    If `reward_loss` is given, this second loss, which learns from rewards, is added.
+    `reward_loss` is a second loss, which learns from rewards. If it is given, it is added to the distillation loss.
 
     D is the divergence, in nats, between the distributions of teacher and policy that predict the token: KL(teacher || policy),
     KL(policy || teacher), or the generalized Jensen-Shannon divergence (parallel.trainer_config.Divergence has the formulas).

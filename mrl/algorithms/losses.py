@@ -32,7 +32,7 @@ class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
     The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes needs no columns
-    and has no extra columns. Its input `entropy` has no gradient, and training skips no responses with advantage 0.
+    and has no extra columns. Its input `entropy` has no gradient, and training does not skip responses with advantage 0.
     """
 
     @property
@@ -96,8 +96,8 @@ class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
 
     With `clip_high` above `clip_low`, the loss has DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
-    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always clips in this way; its default for
-    `dual_clip` is 3.
+    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always uses this second clip; its default
+    for `dual_clip` is 3.
 
     Raises ValueError for a `dual_clip` of 1 or less.
     """
@@ -183,8 +183,8 @@ class DPPO(PolicyLoss):
         kl  KL(old || new) = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
     Compared with a clip of the ratio, tokens of low probability keep their gradient, and tokens of high probability reach the
-    bound earlier. The authors' runs have both deltas at 0.15 for tv and at 0.05 for kl. Raises ValueError for any other
-    `divergence`.
+    bound earlier. In the authors' runs, delta_low and delta_high are 0.15 for tv and 0.05 for kl. Raises ValueError for an
+    unknown `divergence`.
     """
 
     delta_low: float = 0.2
@@ -314,7 +314,7 @@ class KLCov(PolicyLoss):
     """Loss -r A, plus coef KL(old || pi) for the tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
 
     The number of these tokens is `fraction` times the number of all tokens. Some of these tokens may have
-    advantage 0, so training skips no responses.
+    advantage 0, so training does not skip responses with advantage 0.
 
     `kl` selects the estimate of the KL. "k3" is r - 1 - log r. Its value and its gradient are unbiased. "abs" is |log r|,
     as in the authors' code, which uses the coefficient 1. Raises ValueError for any other `kl`.

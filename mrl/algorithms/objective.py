@@ -1,6 +1,6 @@
 """The objective of the actor (policy loss, correction, KL and entropy terms), and the weight of each token in the loss.
 
-The loss of a mini-batch is the sum over its tokens of token weight * token loss. The token weights are normalized over the whole
+The loss of a mini-batch is a weighted sum of the losses of its tokens. The token weights are normalized over the whole
 mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and data-parallel ranks gives
 the same loss and the same gradient. Gradients are summed over ranks, and need no division. docs/concepts/algorithms.md lists the
 papers. mrl.core.types explains the letters of array dimensions, such as B and R.
@@ -36,7 +36,7 @@ class EntropyBonus:
     With `target`, the coefficient adapts as in Skywork-OR1 (He et al. 2025, adaptive entropy control). If the mean entropy per
     token of a training step is at most `target`, the coefficient grows by `step` after this step. Otherwise it falls by `step`.
     The coefficient stays between 0 and `max_coef`. A step uses the bonus only if the mean entropy of the previous step was at
-    most `target`. In the paper, the entropy before the update of the same step decides.
+    most `target`. In the paper, the entropy of the same step, measured before the update, is compared with `target`.
 
     With `target`, raises ValueError if `target` or `step` is 0 or less, or if `coef` is outside [0, `max_coef`].
     """
@@ -78,8 +78,8 @@ class Objective:
 
     An Objective implements the interface mrl.algorithms.losses.Loss, for all these terms together.
 
-    If the engine reported NaN for a token and the objective uses the engine's log-probabilities, the token has policy loss 0.
-    The objective uses them as old log-probabilities, in a correction, or in a policy loss that names `rollout_logprobs` in
+    An engine may report NaN as the log-probability of a token. The token then has policy loss 0 if the objective uses the
+    engine's log-probabilities: as old log-probabilities, in a correction, or in a policy loss that names `rollout_logprobs` in
     `needs`. The policy loss and the correction get a number in place of NaN: the old log-probability of the token or, with
     `rollout_logprobs_as_old`, its current log-probability. So the ratio of the token counts as 1 in products and means over its
     response. The metric `mismatch/nan_tokens` counts the tokens with NaN.
@@ -102,7 +102,7 @@ class Objective:
 
     @property
     def source(self) -> str:
-        """The config keys and the names of the policy loss and the correction, for errors."""
+        """Text for error messages: the config key and the name of the policy loss, and of the correction if there is one."""
         parts = {"algorithm.loss": self.policy, "algorithm.correction": self.correction}
         return ", ".join(f"{key}: {describe_plug_in(part)}" for key, part in parts.items() if part)
 

@@ -34,8 +34,8 @@ COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprob
 Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
 
     old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
-    entropies         entropy, in nats, of the distribution of this policy that predicts the token
-    sum_pi_squared    sum of the squared probabilities of this distribution over the vocabulary
+    entropies         entropy, in nats, of the distribution over the vocabulary with which this policy predicts the token
+    sum_pi_squared    sum of the squared probabilities of this distribution
     ref_logprobs      log-probability under the reference
     values            value that the critic predicts before the token
     rollout_logprobs  log-probability that the engine reported; NaN if it reported none. No model computes this column
@@ -91,8 +91,8 @@ class AlgorithmParts:
 def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: further columns that the user's own training step (`trainer._target_`) needs: config key -> columns. A key is
-    the config key of the step itself, or of an argument of the step.
+    `step_needs`: config key -> further columns that the user's own training step (`trainer._target_`) needs. The key is the
+    config key of the step itself or of the argument of the step that needs these columns.
     """
     algorithm, step_needs = config.algorithm, step_needs or {}
     objective = build_objective(config)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
 
 PAIRS, LABELS = "pairs", "labels"
-"""Forms of rows: a prompt with a chosen and a rejected response, or a prompt with a response and a label (good or bad)."""
+"""Forms of rows. A row of PAIRS has a prompt, a chosen and a rejected response. A row of LABELS has a prompt, one response and
+a label (good or bad)."""
 LARGEST_MEAN_LOGPROB = -1e-6  # upper bound of the mean log-probability in ORPO, because the odds are infinite at 0
 
 
@@ -138,7 +139,7 @@ class DPO(PairLoss):
 class IPO(PairLoss):
     """Identity preference optimization: (h(y_w) - h(y_l) - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; beta is their tau).
 
-    With `per_token`, h(y) is divided by |y|, as in trl, whose authors took this form from the authors of the paper. Raises
+    With `per_token`, h(y) is divided by |y|, as in trl. The authors of trl took this form from the authors of the paper. Raises
     ValueError for a `beta` of 0 or less.
     """
 
@@ -282,7 +283,7 @@ class ScoreLoss:
         """Return the loss and the metrics of each token: [tokens on this rank].
 
         Each response has one token in the loss, and `scores` [tokens on this rank] has the score of the response at this token.
-        `columns` has margins or labels.
+        `columns` has the column `margins` if rows are pairs, and the column `labels` if rows have a label.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Measures one layer's attention over packs (packed sequences), with mrl's choice of kernel and the machine's other kernels.
+"""Measures one layer's attention over packs (packed sequences), with the kernel that mrl chooses and with other kernels.
 
 `measure_attention` is a section of `mrl bench gpu` (see mrl.bench.sections). This module imports Megatron, so
 `parallel.device.patch_megatron_for_cpu` must run before the import.
@@ -234,7 +234,7 @@ def transformer_engine_kernel(sizes: AttentionSizes) -> AttentionKernel:
 
 
 def _bounds(packed: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
-    """Return the fields of ChunkBounds: cu_seqlens of queries and of keys, and the most queries and most keys in a chunk."""
+    """Return the fields of ChunkBounds: cu_seqlens of queries and keys, and the largest number of each in a chunk."""
     assert packed.chunks is not None, "pack() sets the chunks"
     chunks = packed.chunks
     return chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys

@@ -1,4 +1,4 @@
-"""Rates of one device: matrix products, the log-probability head, transfers between processes, checksums.
+"""Measures rates of one device: matrix products, the log-probability head, transfers between processes, checksums.
 
 Each function `measure_*` is a section of `mrl bench gpu` (see mrl.bench.sections). This module does not import Megatron.
 """
@@ -215,7 +215,7 @@ HEADS = {
     "small": HeadSizes(8192, 2560, 151936, (256, 1024, 4096)),
     "toy": HeadSizes(512, 64, 4096, (64, 256)),
 }
-DEFAULT_CHUNK = 1024  # trainer.logprob_chunk
+DEFAULT_CHUNK = 1024  # default of trainer.logprob_chunk
 CHECKED_POSITIONS = 64  # number of positions at which the results are compared with float32 logits
 
 
@@ -311,7 +311,7 @@ PEER_TIMEOUT_S = 300.0  # longest wait for a message of the other process, which
 
 
 def measure_ipc(job: SectionJob) -> None:
-    """Section ipc: measure the GB/s from one process to another process on the same device, through transfer slots."""
+    """Section ipc: measure the GB/s from one process to another on one device, through slots (weight_sync/transports.py)."""
     set_threads()
     sizes, context = TRANSFERS[job.spec.size], multiprocessing.get_context("spawn")
     name = "CUDA IPC" if has_cuda() else "shared memory"
@@ -383,7 +383,7 @@ def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
 
 
 def measure_checksums(job: SectionJob) -> None:
-    """Section hashing: measure which fraction of its time a weight push, or the write of a checkpoint, spends on checksums."""
+    """Section hashing: measure the fraction of the time that checksums take in a weight push, and in writing a checkpoint."""
     set_threads()
     sizes = TRANSFERS[job.spec.size]
     with job.case("checksums of a weight push"):

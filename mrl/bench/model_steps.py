@@ -225,7 +225,7 @@ def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition
     `shared`: whether responses share their prompts. Then each micro-batch computes the prompt of a group once.
     """
     hf = HFConfig(Path("config.json"), config)
-    # for n tokens: linear * n + quadratic * n**2, with the head
+    # A forward pass over n tokens has linear * n + quadratic * n**2 multiply-adds, including the head.
     linear, quadratic = family_of(hf).read(hf).multiply_adds()
     head = config["hidden_size"] * config["vocab_size"]
     lengths, prompts = block.lengths.astype(float), block.prompt_lengths.astype(float)
@@ -276,7 +276,7 @@ def build_actor(
 
 
 def layers_that_fit(sizes: StepSizes, free_bytes: int, most: int) -> int:
-    """Return the largest number of layers, at most `most`, whose planned update fits into USABLE_FRACTION of `free_bytes`.
+    """Return the largest number of layers up to `most` for which planned_bytes is at most USABLE_FRACTION of `free_bytes`.
 
     Raises ValueError if not even one layer fits. On a CPU, `free_bytes` is 0, and every number fits.
     """

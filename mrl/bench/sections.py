@@ -44,7 +44,7 @@ class Section:
     name: str
     title: str
     function: str  # "package.module:function"; the function takes a SectionJob
-    share: float  # fraction of the time of the command
+    share: float  # fraction of the command's time that the section may use
     megatron: bool = False  # whether the module imports Megatron; `main` then patches Megatron first
 
 
@@ -108,11 +108,11 @@ class SectionJob:
         self._report(problem=problem[:MAX_PROBLEM])
 
     def program(self, test: str, outcome: str) -> None:
-        """Report the outcome of a program of tests/gpu, such as "passed". `test` is the name that pytest uses."""
+        """Report the outcome of a test in tests/gpu, such as "passed". `test` is the name that pytest uses."""
         self._report(program={test: outcome})
 
     def set_rate(self, name: str, tflops: float) -> None:
-        """Report a rate with which the efficiency of later sections is computed."""
+        """Report a rate relative to which later sections compute their efficiency."""
         self._report(rate={name: tflops})
 
     def set_machine(self, facts: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class Bench:
     show: Callable[[str], None]
     rates: dict[str, float] = field(default_factory=dict)  # as in SectionSpec
     machine: dict[str, Any] = field(default_factory=dict)  # facts that the section `machine` reported
-    programs: dict[str, str] = field(default_factory=dict)  # program of tests/gpu -> outcome
+    programs: dict[str, str] = field(default_factory=dict)  # test in tests/gpu -> outcome
 
     def run(self, sections: Sequence[Section], seconds: float) -> list[SectionResult]:
         """Run all sections within `seconds`. The time that a section does not use goes to the later sections."""
@@ -305,7 +305,7 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def check_programs(job: SectionJob) -> None:
-    """Section correctness: run the programs of tests/gpu with pytest, and report the outcome of each test."""
+    """Section correctness: run the tests in tests/gpu with pytest, and report the outcome of each test."""
     folder = PACKAGE_ROOT / "tests" / "gpu"
     if not (IS_CHECKOUT and folder.is_dir()):
         job.leave_out(
@@ -316,7 +316,7 @@ def check_programs(job: SectionJob) -> None:
         job.leave_out("programs of tests/gpu", "pytest is not installed; run make setup")
         return
     chosen = ["-m", "extended" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "gpu"]
-    if job.spec.size == "toy":  # programs that take only seconds
+    if job.spec.size == "toy":  # tests that take only seconds
         chosen += ["-k", "equals_the_exact_attention or whole_logits or reads_the_slots"]
     _run_pytest(job, [str(folder), *chosen])
 
@@ -392,4 +392,4 @@ if __name__ == "__main__":
     status = main(SectionSpec(**json.loads(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # libraries that hang at the end of a process would cost the time of other sections
+    os._exit(status)  # skips exit handlers: a library that hangs in them would take time from other sections

@@ -39,7 +39,7 @@ SAMPLING_KEYS = (
 )
 """Config keys that decide which samples a run draws and what the run learns. SAMPLING_EXCEPTIONS has the exceptions.
 
-A resumed run uses the rollout log only if the values of all these keys are unchanged.
+A resumed run trains again on the responses of the rollout log (mrl.rollout.rollout_log) only if all these keys are unchanged.
 """
 SAMPLING_EXCEPTIONS = (
     "data.test",
@@ -87,9 +87,9 @@ _LORA_BASE = "lora_base"  # name in the result of `model_identity`; its value is
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
     """Return the properties that a checkpoint and a model must have in common, as name -> value.
 
-    They are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, they also say which
-    matrices have adapters, and identify what the checkpoint does not contain: the scale of the adapters, and the weights of the
-    base model, which are in the folder `model_path`.
+    The properties are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, there are
+    further properties: which matrices have adapters, the scale of the adapters, and a hash of the weights of the base model in
+    the folder `model_path`. The distributed checkpoint contains neither this scale nor the weights of the base model.
     """
     identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}
     identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision, _TRAIN_MTP: arch.mtp_layers > 0}

@@ -220,7 +220,7 @@ class CheckpointSaver:
         keep = self.schedule.keep_last_exports
         for old in steps[:-keep] if keep else []:
             folder = self.run_dir / "exports" / f"step_{old:06d}"
-            # Renamed first, so that a kill during the removal leaves no incomplete folder with the old name.
+            # The folder is renamed first: if the process is killed during the removal, no incomplete folder has the old name.
             folder.rename(folder.with_name(f".{folder.name}.old"))
         for word in ("new", "old"):
             for remains in (self.run_dir / "exports").glob(f".step_*.{word}"):

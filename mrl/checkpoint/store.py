@@ -6,8 +6,9 @@ run.dir/checkpoints/step_000050/ has:
     actor/ critic/ reference/    distributed checkpoints and random number generator states (parallel/checkpoint.py)
     state.json                   state of the driver, size and hash of every file, and the hash of its own text
 
-A run may keep fewer checkpoints of one part, such as the critic, than of another. An older checkpoint then loses this part, and
-its state.json says so. Such a checkpoint is intact, but a run continues only from a checkpoint with all parts.
+A run may keep a part, such as the critic, in fewer checkpoints than the other parts. This part is then removed from older
+checkpoints, and their state.json says so. Such a checkpoint is intact, but a run continues only from a checkpoint with all
+parts.
 """
 
 from __future__ import annotations
@@ -214,9 +215,10 @@ class CheckpointStore:
                 logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint.path, error)
 
     def _remove_parts(self, checkpoint: Checkpoint, parts: tuple[str, ...]) -> None:
-        """Remove parts of a checkpoint, and what an interrupted removal has left.
+        """Remove `parts` of a checkpoint, and parts that an earlier, interrupted call has left.
 
-        state.json is written first. A kill after that leaves a complete checkpoint, and files that do not belong to it.
+        state.json is written first. If the process is killed after that, the checkpoint is complete, but its folder still has
+        files that do not belong to it.
         """
         if parts:
             files = {name: entry for name, entry in checkpoint.files.items() if name.partition("/")[0] not in parts}

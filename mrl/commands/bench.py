@@ -46,7 +46,7 @@ The exit status is 0 if every section ran or was left out, 1 if a section failed
 
 SCHEMA = 1  # version of the format of the JSON file
 FREE_GIB = {"full": 60.0, "small": 14.0}
-"""Size of the measurements -> free GPU memory that they need, in GiB. With less memory, the size is toy."""
+"""Size of the measurements -> free GPU memory that this size needs, in GiB. With less free memory, the size is toy."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def _minutes(text: str) -> float:
 
 
 def visible_device(device: str, visible: str | None) -> str:
-    """Return a value of CUDA_VISIBLE_DEVICES for one GPU, or for no GPU if `device` is cpu. `visible`: the current value."""
+    """Return a value of CUDA_VISIBLE_DEVICES that shows one GPU, or no GPU if `device` is cpu. `visible`: the current value."""
     if device == "cpu":
         return ""
     return "0" if visible is None else visible.split(",")[0]

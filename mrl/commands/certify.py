@@ -1,4 +1,4 @@
-"""`mrl certify`: compares a step under a parallel layout with the same step in one process, or an engine with the trainer."""
+"""`mrl certify`: compares a training step under a layout with the same step in one process, or compares engine and trainer."""
 
 import json
 import re

@@ -128,7 +128,7 @@ def fish_script() -> str:
 
 
 def _case_patterns(values: Mapping[str, Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
-    """Return (pattern of a case statement, words). Keys with the same words share one pattern."""
+    """Return pairs (pattern of a shell's case statement, allowed values). Keys with the same values share one pattern."""
     keys: dict[tuple[str, ...], list[str]] = {}
     for key, words in values.items():
         keys.setdefault(tuple(words), []).append(key)

@@ -105,8 +105,9 @@ def _check_is_new(output: Path) -> None:
 def _prove(proposal: "Proposal", arguments: FamilyArguments, family: str, folder: Path) -> "list[ConversionCheck]":
     from models.derive.proof import check_whole_config, prove, write_model
 
+    # in a new process, because Megatron's state is global
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence_megatron) as pool:
-        checks = pool.submit(prove, proposal.models_to_prove, family).result()  # Megatron's state is global
+        checks = pool.submit(prove, proposal.models_to_prove, family).result()
     checks.append(check_whole_config(proposal.config_fields, arguments.model, family))
     if arguments.layouts:
         write_model(proposal.tiny, folder / "tiny")

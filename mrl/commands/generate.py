@@ -62,14 +62,14 @@ def generate_or_submit(config: Config, overrides: Sequence[str] = ()) -> None:
 
 
 def needs_submission(config: Config) -> bool:
-    """Return whether the command must be submitted as a Slurm job. Inside this job, cluster.address is set."""
+    """Return whether the command must be submitted to Slurm. In the job it must not: there, cluster.address is set."""
     return bool(config.cluster.scheduler and not config.cluster.address)
 
 
 def submit(config: Config, overrides: Sequence[str], command: str) -> None:
     """Submit `mrl generate` or `mrl evaluate` as a Slurm job. With cluster.dry_run, print the script instead.
 
-    Raises ValueError if the job has too few GPUs for the engines, or for another mistake in the settings of the job.
+    Raises ValueError if the settings of the job are wrong, for example if the job has too few GPUs for the engines.
     """
     pools = engine_pools(config)
     cluster = with_node_count(config.cluster, pools)

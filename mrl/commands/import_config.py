@@ -174,7 +174,7 @@ def _read_script(text: str) -> Iterator[tuple[str, Any]]:
     option: str | None = None
     arguments: list[str] = []
     for word in [*words, "--"]:
-        if _ALL_OF_ARRAY.fullmatch(word):  # "$@" or an array: its words were read where the script defines it
+        if _ALL_OF_ARRAY.fullmatch(word):  # "$@" or a whole array: the words of the array were read at its definition
             word = "--"
         if word.startswith("--") and not _DOTTED_KEY.fullmatch(word):
             if option:
@@ -189,7 +189,7 @@ def _read_script(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the words of a line of shell. $((...)) is one word. A line that is not valid by itself has no words."""
+    """Return the words of a line of shell. $((...)) is one word. If the line alone is not valid shell syntax, return []."""
     text = re.sub(r"\$\(\((.*?)\)\)", lambda match: "$((" + match[1].replace(" ", "") + "))", text)
     try:
         return shlex.split(text, comments=True)
@@ -198,7 +198,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line without the brackets of an array. At an empty line, or at the end of an array, add "--".
+    """Return the words of a line without the brackets of an array. If the line is empty or ends an array, add "--".
 
     The word "--" ends the option before it: later words are not arguments of this option.
     """
@@ -269,7 +269,7 @@ def _print(source: str, found: Translation, overrides: list[str]) -> None:
 
 
 def _nearest(shown: str, source: str) -> str:
-    """Return "did you mean KEY?" with the key of `source` that is most similar to that in `shown`; "" if none is similar."""
+    """Return "did you mean KEY?" with the key of `source` that is most similar to the key in `shown`; "" if none is similar."""
     found = difflib.get_close_matches(shown.partition("=")[0], SOURCES[source], n=1, cutoff=0.8)
     return f"did you mean {found[0]}?" if found else ""
 

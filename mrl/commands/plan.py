@@ -142,7 +142,7 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
 
 
 def show_adapter_push(push: AdapterPush, merged_bytes: int, gb_per_s: float) -> None:
-    """Print the bytes of a push of adapters. `merged_bytes`: bytes of a push of all weights, for comparison."""
+    """Print how many bytes a push of LoRA adapters has. `merged_bytes`: bytes of a push of all weights, for comparison."""
     _console().print(
         f"{push.nbytes:,} bytes: trainer rank 0 writes {push.num_matrices:,} matrices of LoRA adapters to a folder in run.dir, "
         f"which each of {push.num_readers} engine ranks reads; weight_sync.lora=merged would send {merged_bytes:,} bytes\n"

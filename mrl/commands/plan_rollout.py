@@ -112,8 +112,8 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
     return value
 
 
-# Defaults for a command without run.dir. If run.dir and all three speeds of engines are given, nothing is fitted. Then
-# DEFAULT_SPEEDS also gives train_s, train_token_s and push_s; the keys for these speeds take precedence.
+# Defaults for a command without run.dir. If run.dir, decode_step_ms, decode_request_ms and prefill_ms are all given, nothing is
+# fitted to the run. Then train_s, train_token_s and push_s also come from DEFAULT_SPEEDS, if their keys are not given.
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
 DEFAULT_SPEEDS = RunSpeeds(
     EngineSpeeds(fixed_step_s=0.015, request_s=0.0001, prefill_s=0.00003, max_running=256),
@@ -235,7 +235,7 @@ def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
 
 
 def draw_scenarios(path: Path, scenarios: Sequence[Scenario], *, title: str) -> None:
-    """Draw a bar chart into a PNG file: the seconds of a step in each scenario, with their lower bound."""
+    """Draw a bar chart into a PNG file: for each scenario, the seconds of a step and the lower bound of these seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here: the import takes a second
     from matplotlib.figure import Figure
 

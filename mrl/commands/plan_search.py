@@ -73,7 +73,7 @@ FIXABLE = {
 TRANSPORT_PLACEMENTS = {Transport.cuda_ipc: "colocated", Transport.process_group: "disaggregated"}
 """Transport between GPUs -> the only placement with which it works."""
 DEFAULT_PROMPT_TOKENS = 512  # used if the config has neither prompts nor a length of prompts
-MEASURED_ROWS = 256  # in each file of data.train, the prompts of at most this number of rows are tokenized
+MEASURED_ROWS = 256  # the mean prompt length is measured on at most this number of rows of each file of data.train
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def step_workload(config: Config) -> StepWorkload:
         share_prompts=config.trainer.share_prompts,
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
-        # one pass of the actor, one of the reference
+        # additional forward passes for log-probabilities: one of the actor and one of the reference, each only if it is needed
         scoring_passes=bool(needs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in needs),
         critic="values" in needs,
         critic_budgets=(critic.train, critic.forward),
@@ -180,8 +180,8 @@ def step_workload(config: Config) -> StepWorkload:
 def make_search(config: Config) -> LayoutSearch:
     """Build the search for a config.
 
-    Raises ValueError for a mistake in the config, and for a run with models of the key `roles`, whose GPUs, memory and seconds
-    the search would not count.
+    Raises ValueError for a mistake in the config. Also raises ValueError if the run has models of the key `roles`, because the
+    search would not count the GPUs, memory and seconds of these models.
     """
     if roles := needed_roles(config, algorithm_of(config).needs):
         raise ValueError(
@@ -194,7 +194,7 @@ def make_search(config: Config) -> LayoutSearch:
     shape = model_shape(config, hf, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
-    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # then plan_model refuses cp > 1
+    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # plan_model refuses cp > 1 here
         fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None

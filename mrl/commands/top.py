@@ -19,9 +19,9 @@ from rich.live import Live
 from mrl.tracking.live_view import LiveRun, RunView, frame
 from mrl.tracking.report.recorded_run import check_is_run
 
-ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time that a single frame needs
+ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time, if only one frame is shown
 MIN_INTERVAL_S = 0.2
-MAX_CPU = 0.01  # fraction of a core that the live display may use; if a frame needs more, frames come less often
+MAX_CPU = 0.01  # largest CPU use of the live display, as a fraction of a core; if a frame costs more, frames come less often
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +85,7 @@ def show_live(run: LiveRun, console: Console, every_s: float) -> None:
 
 @contextmanager
 def _single_key_mode() -> Iterator[None]:
-    """Set the terminal to pass on each key at once, and to show no keys. At the end, restore the settings of the terminal."""
+    """Make the terminal pass on each key immediately, without echo. At the end, restore the settings of the terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -123,9 +123,9 @@ def summary(result: TrainingResult, config: Config, overrides: Sequence[str]) ->
 def next_commands(config: Config, overrides: Sequence[str], has_model: bool, reached_goal: bool = False) -> list[str]:
     """Return commands that read the samples, evaluate the model, and continue the run.
 
-    `reached_goal`: whether the run reached trainer.stop_reward. The command that continues the run then turns this key off.
+    `reached_goal`: whether the run reached trainer.stop_reward. If so, the command that continues the run turns this key off.
     """
-    # the function `mrl.train` passes its config as a file
+    # The Python function `mrl.train` passes its config as a temporary file, so no command line can repeat the config.
     if any(word.startswith("--config-path") for word in sys.argv):
         return [f"  mrl samples {shlex.quote(str(config.run.dir))} --worst"]
     epochs = config.trainer.epochs

@@ -19,7 +19,7 @@ _LEVEL_OF_K1_OPTION = {"token": "token", "seq_sum": "sequence", "seq_mean": "geo
 
 
 def correction_node(nodes: list[Overrides]) -> Overrides:
-    """Return the override for algorithm.correction: a single node, or the product of several. A node has a `_target_`."""
+    """Return the override of algorithm.correction: the only node, or a Product of several. A node is a dict with `_target_`."""
     product = {"_target_": f"{_CORRECTIONS}Product", "corrections": nodes}
     return {"algorithm.correction": nodes[0] if len(nodes) == 1 else product}
 
@@ -51,7 +51,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
 
 
 def _verl_rejections(options: Any, thresholds: Any) -> list[tuple[str, list[float]]]:
-    """Return (option, bounds) for each option of rollout_rs. verl joins two bounds by `_`. A single threshold is for all."""
+    """Return (option, bounds) per option of rollout_rs. `_` joins two bounds. A single threshold applies to all options."""
     names = [name.strip() for name in str(options or "").split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts
@@ -88,7 +88,7 @@ def trl_correction(value: Any, values: Values) -> Overrides | Note:
     """Translate the keys vllm_importance_sampling_* and off_policy_mask_threshold together.
 
     This function is the rule of vllm_importance_sampling_correction, off_policy_mask_threshold and use_vllm, and returns the same
-    result for each of these keys. With vLLM, trl corrects by default.
+    result for each of these keys. With use_vllm, trl applies importance sampling by default.
     """
     prefix, nodes = "vllm_importance_sampling_", list[dict[str, Any]]()
     if is_on(values.get(f"{prefix}correction", values.get("use_vllm", False))):

@@ -77,7 +77,7 @@ from mrl.config.translation_rules import (
 )
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", VERL_ACTOR
-_ADVANTAGE_SIGNS = ("positive", "negative")  # signs of the advantage, in names of arguments of SAPO and VESPO
+_ADVANTAGE_SIGNS = ("positive", "negative")  # words for the sign of the advantage, in argument names of SAPO and VESPO
 
 VERL: dict[str, Rule] = {
     "data.train_files": partial(files, "data.train"),
@@ -445,7 +445,7 @@ TRL: dict[str, Rule] = {
 
 
 SOURCES: dict[str, dict[str, Rule]] = {"verl": VERL, "slime": SLIME, "trl": TRL}
-_TARGETS = {  # key of another trainer whose rule is not the name of an mrl key -> the mrl key that the hint names
+_TARGETS = {  # for keys whose rule is a function or a Note: key of another trainer -> the mrl key that the hint names
     "data.train_files": "data.train",
     "data.val_files": "data.test",
     f"{_ACTOR}ppo_mini_batch_size": "algorithm.mini_batches",
@@ -479,7 +479,7 @@ _TARGETS = {  # key of another trainer whose rule is not the name of an mrl key 
 
 
 def counterpart_of(key: str) -> tuple[str, str] | None:
-    """Return (mrl key, other trainer) for a key that has the name of a verl, slime or trl key, or None.
+    """Return (mrl key, other trainer) if `key` is a verl, slime or trl key with an mrl key in these tables, else None.
 
     The key may lack its first parts, as in `rollout.n`, and may begin with dashes, as in `--rm-type`.
     """

@@ -72,7 +72,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and the option --dry-run of mrl."""
-_runs_hydra = False  # whether hydra.main is running; if so, `_compose` (called by a sweep) uses its Hydra instance
+_runs_hydra = False  # whether hydra.main is running; if so, `_compose` in a sweep uses the Hydra instance of hydra.main
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -126,7 +126,8 @@ def _run_job(job: Callable[[Config], Any], config: Config) -> None:
 def prepare_arguments(argv: Sequence[str]) -> list[str]:
     """Check the arguments of a command and complete them for Hydra. Also add the working directory to sys.path.
 
-    Raises ValueError for a wrong argument, or if an engine key has characters that an HTTP header cannot contain.
+    Raises ValueError for a wrong argument, or if an engine key (ENGINE_KEY and ENGINE_KEYS in mrl.config.secrets) has
+    characters that an HTTP header cannot contain.
     """
     authorization()  # checks the engine keys
     _check_options(argv)
@@ -182,7 +183,7 @@ def _checked_config(composed: DictConfig, weights: bool) -> Config:
 
 
 def _delete_files_of_hydra() -> None:
-    """Delete the files with the config, into which Hydra has already written a secret. Leave all other files of the folder."""
+    """Delete the files in which Hydra has saved the config with a secret. Leave all other files of the folder."""
     config = HydraConfig.get()
     if config.output_subdir is None:  # Hydra has written no file
         return
@@ -244,7 +245,7 @@ def exit_on_user_error() -> Iterator[None]:
 def exit_with_error(error: Exception) -> NoReturn:
     """End the process with status 2 and the error's message, without a traceback."""
     sys.stderr.write(f"mrl: {error}\n")
-    if logging.getLogger().handlers:  # the process writes mrl.log; is_shown: the terminal already shows the error
+    if logging.getLogger().handlers:  # the error also goes to mrl.log; is_shown: the terminal already shows it
         logger.error("%s", error, extra=dict(is_shown=True))
     raise SystemExit(2)
 
@@ -252,8 +253,8 @@ def exit_with_error(error: Exception) -> NoReturn:
 def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
-    If the signal arrives while Ray waits, Ray discards the exception. Therefore the wait check raises SystemExit again. The
-    driver calls the wait check repeatedly while it waits (mrl.core.run_errors.set_wait_check).
+    If the signal arrives while Ray waits, Ray discards the exception. Therefore `leave` also becomes the wait check, which the
+    driver calls repeatedly while it waits (mrl.core.run_errors.set_wait_check). The wait check then raises SystemExit again.
     """
 
     def leave() -> NoReturn:
@@ -287,8 +288,8 @@ def check_overrides(argv: Sequence[str]) -> list[str]:
 
     Keys in free-form sections (sglang, megatron, arguments of plug-ins) may be new, so their overrides get Hydra's prefix `++`
     (add or override). Overrides that set a whole free-form section get this prefix too. Overrides that select a file of a user's
-    own config group get the prefix `+` if Hydra needs it. A user's own groups are found in the folders that `hydra.searchpath` in
-    `argv` lists.
+    own config group get the prefix `+` if Hydra needs it. `hydra.searchpath` in `argv` lists the folders with a user's own
+    groups.
 
     Raises ValueError for an unknown key. The message names the nearest known key.
     """

@@ -123,7 +123,7 @@ def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
 
 
 def _map_files(sources: Node, resolve: Callable[[list[str], str], list[str]]) -> Node:
-    """Return named sources with `resolve` applied to their files. Other values stay unchanged, and later checks report them.
+    """Return named sources with `resolve` applied to their files. Invalid sources stay unchanged, and later checks report them.
 
     `resolve`: function (names of files, name of the source) -> local paths.
     """
@@ -162,8 +162,8 @@ def resolve_data(name: str, key: str, split: str) -> list[str]:
     """Return the local files of the data that `name` names. If `name` is a path, the result is [name].
 
     For an id on the Hub, the result contains all parquet and jsonl files of the repository that match the pattern after the
-    colon, as in openai/gsm8k@REVISION:main/train*. Without a pattern, the path of the file must contain `split`, which is train
-    or test.
+    colon, as in openai/gsm8k@REVISION:main/train*. If the id has no pattern, the result contains the files whose path contains
+    `split`, which is train or test.
 
     Raises ValueError if the data cannot be fetched, or if no file matches.
     """

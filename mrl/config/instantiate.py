@@ -100,8 +100,8 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
 def instantiate_callable(node: Node, key: str, arguments: Sequence[str] = ()) -> Any:
     """Instantiate a `_target_` node, and return the object.
 
-    Raises ValueError if the object is not callable. `arguments` are the names of the arguments with which mrl calls the object.
-    If they are given, ValueError is also raised if the object does not take that many arguments.
+    Raises ValueError if the object is not callable, or cannot take as many arguments as mrl passes to it. `arguments`: names of
+    the arguments that mrl passes; if there are none, their number is not checked.
     """
     built = instantiate(node, key)
     if not callable(built):

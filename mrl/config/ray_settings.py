@@ -1,4 +1,4 @@
-"""The key cluster.ray: settings of Ray's nodes and of the driver, with the names of the arguments of ray.init.
+"""The key cluster.ray: settings of Ray's nodes and of the driver, named like the arguments of ray.init.
 
 A run on this machine passes all settings to ray.init. A Slurm job passes the settings of the nodes to `ray start` on every node,
 and the settings of the driver to ray.init. Names and types are read from Ray's source, because importing Ray takes a second.

@@ -75,7 +75,7 @@ def group_files(group: str, folders: Sequence[Path]) -> list[str]:
 
 
 def own_group_override(argument: str, group: str, folders: Sequence[Path]) -> str | None:
-    """Return an override that selects a file of a user's own config group, in the form that Hydra needs.
+    """Return `argument`, which selects a file of a user's own config group, in the form that Hydra needs.
 
     Hydra needs the prefix `+` if no defaults list names the group. Returns None if no folder has this group.
     """

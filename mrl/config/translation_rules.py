@@ -17,9 +17,9 @@ SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss.
 
 @dataclass(frozen=True)
 class Note:
-    """A text in place of an override for a key of another trainer.
+    """A text for the user about a key of another trainer. A rule returns it in place of overrides.
 
-    `needed`: if it is true, the setting is lost unless the user acts. If it is false, the user has nothing to set.
+    `needed`: whether the user must act. If it is true and the user does nothing, the setting is lost.
     """
 
     text: str
@@ -45,7 +45,7 @@ def files(key: str, value: Any, values: Values) -> Overrides:
 def held_out_sets(keys: Mapping[str, str], test_files: Mapping[str, list], values: Values) -> Overrides:
     """Return the override for held-out sets: data.test_sets if the config has sampling settings for them, else data.test.
 
-    `keys`: key of the other trainer -> key of a set. `test_files`: name of a set -> its files.
+    `keys`: sampling key of the other trainer -> key of a set in data.test_sets. `test_files`: name of a set -> its files.
     """
     sampling = {key: values[name] for name, key in keys.items() if values.get(name) is not None}
     if not is_on(sampling.pop("do_sample", True)):
@@ -415,7 +415,7 @@ def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note
 
 
 def verl_clip(value: Any, values: Values) -> Overrides | Note:
-    """Set the bounds of the clip that verl's config does not set with clip_ratio_low or clip_ratio_high."""
+    """Use clip_ratio for each bound of the clip that clip_ratio_low or clip_ratio_high does not set."""
     found: Overrides = {}
     for key in _CLIP_BOUNDS:
         bound = verl_loss_argument(key, value, values)
@@ -454,7 +454,7 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
 
 
 def trl_lora(value: Any, values: Values) -> Overrides | Note:
-    """Translate trl's LoRA keys, with trl's defaults. In most families, PEFT adapts q_proj and v_proj by default."""
+    """Translate trl's LoRA keys, with trl's defaults. For most model families, PEFT adapts q_proj and v_proj by default."""
     if not is_on(value):
         return Note("off is the default", needed=False)
     targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
@@ -463,7 +463,7 @@ def trl_lora(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
-    """Select the loss TopEntropy: it applies the loss of the other keys only to the tokens with the largest entropy."""
+    """Select the loss TopEntropy. It applies the loss that the other keys select, but only to the tokens of largest entropy."""
     if float(value) >= 1:
         return Note("1.0 trains all tokens, which is the default", needed=False)
     ratio_of_response = values.get("importance_sampling_level") == "sequence"
@@ -474,7 +474,7 @@ def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_level(value: Any, values: Values) -> Overrides | Note:
-    """For the level `sequence`, select GSPO, which uses the ratio of the whole response. Some losses allow only one ratio."""
+    """For importance_sampling_level=sequence, select GSPO (ratio of the whole response). Some losses have a fixed level."""
     if value == "token":
         return Note("the default", needed=False)
     loss = str(values.get("loss_type"))
@@ -486,7 +486,7 @@ def trl_level(value: Any, values: Values) -> Overrides | Note:
 
 
 def trl_kl_kind(values: Values) -> str:
-    """Return the `kind` of trl's KL estimate: k3 times the ratio pi / pi_old, or plain k3 without use_bias_correction_kl."""
+    """Return the `kind` of trl's KL: unbiased (k3 times the ratio pi / pi_old), or k3 if use_bias_correction_kl is off."""
     return "unbiased" if is_on(values.get("use_bias_correction_kl", True)) else "k3"
 
 

@@ -20,8 +20,8 @@ from parallel.trainer_config import check_ddp_settings, check_optimizer_settings
 LAYOUT_OVERRIDES = ("critic.parallel",)
 """Keys whose value overrides fields of the section `parallel`. The value may have any field of ParallelConfig.
 
-The schema does not type the entries of these keys, so this module checks them. `check` also checks roles.NAME.parallel, which
-overrides these fields for one role.
+The schema has no types for these entries, so this module checks them. `check` also checks roles.NAME.parallel, which overrides
+fields of the section `parallel` for one role.
 """
 RENAMED_KEYS = {
     "teacher.path": "roles.teacher.path",
@@ -139,9 +139,9 @@ mrl/config/counterparts.py has no rule for these names.
 def _keys_with_last_name(key: str, candidates: Iterable[str]) -> list[str]:
     """Return at most 3 keys that the last part of `key` suggests: seed -> run.seed. A renamed key gives no keys.
 
-    A name in COMMON_NAMES gives its mrl key. Otherwise, section.name gives the keys whose last part is `name`, or none if there
-    are more than 3. A name without a section gives the keys whose last part is this name, or, if there are none, the keys with a
-    similar last part.
+    If the last part is in COMMON_NAMES, the result is its mrl key. Otherwise, if `key` has a section, the result is the keys
+    with the same last part, or none if there are more than 3. If `key` has no section, the result is the keys whose last part
+    is `key`, or, if there are none, the keys with a similar last part.
     """
     if key in RENAMED_KEYS:
         return []

@@ -249,7 +249,7 @@ def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> N
 
 
 def _schedule(config: Config, num_rows: int, critic: bool) -> TrainingSchedule:
-    """Return the schedule. `num_rows`: number of training prompts. `critic`: whether the run has a critic."""
+    """Return the run's TrainingSchedule. `num_rows`: number of training prompts. `critic`: whether the run has a critic."""
     trainer = config.trainer
     return TrainingSchedule(
         max_steps=trainer.max_steps,
@@ -277,7 +277,7 @@ def finished_result(config: Config) -> TrainingResult | None:
         return None
     progress = checkpoint.state["progress"]  # fields of TrainingProgress
     evaluated = bool(progress["after"]) or not (config.data.test or config.data.test_sets)
-    if exported_step(folder) != progress["step"]:  # hf/ is missing, or from before the run was continued
+    if exported_step(folder) != progress["step"]:  # hf/ is missing, or was exported before the run was continued
         return None
     num_rows, num_prompts = 0, 0
     if config.trainer.epochs is not None:

@@ -1,8 +1,9 @@
 """Time-shares GPUs between colocated models and engines.
 
-A role is the actor, the critic, the engines or a model of the key `roles`. The peers of a role are the other roles that
-time-share its devices. The engines and the served models work at the same time, so they are never peers of each other. Before a
-role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its devices.
+A role is the actor, the critic, the engines or a model of the key `roles`. A served model is a model of the key `roles` that
+SGLang serves to rewards or to distillation. The peers of a role are the other roles that time-share its devices. The engines
+and the served models work at the same time, so they are never peers of each other. Before a role is used, the scheduler
+offloads the peers of that role and loads the role. A role without peers always stays on its devices.
 
 Offloaded engines lose their weights, so the trainer ranks push the actor's weights when the engines are loaded again:
 
@@ -152,9 +153,10 @@ class MemoryScheduler:
     def during_push(self) -> Iterator[bool]:
         """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
-        Yields True if the engines were offloaded. In this case the memory of the engines holds no weights before the push. If
-        the push then raises, the engines stay TRANSITIONING. The actor stays TRANSITIONING, too, or ON_DEVICE if it was loaded
-        and shares no device with the engines. If the push succeeds, the engines are on their devices after the context.
+        Yields whether the engines have peers. If so, the engines are offloaded first, so their memory holds no weights before
+        the push. If the push then raises, the engines stay TRANSITIONING. The actor stays ON_DEVICE if it was loaded and shares
+        no device with the engines, and TRANSITIONING otherwise. If the push succeeds, the engines are on their devices after
+        the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)

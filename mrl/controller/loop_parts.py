@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> State:
-        """Return the state for a checkpoint, with the prompts that were drawn and that no step has taken yet."""
+        """Return the state for a checkpoint, including the prompts that were drawn from the data but not used by a step yet."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -206,7 +206,7 @@ class StepRecord:
 
     @property
     def token_weights(self) -> list[NDArray[np.float64]]:
-        """For each optimizer step, an array [B]: the token weight that all tokens of a response have."""
+        """For each optimizer step, an array [B]: one token weight per response, which all tokens of the response have."""
         return [weights for update in self.updates for weights in update.token_weights]
 
     def add_seconds(self, name: str, seconds: float) -> None:

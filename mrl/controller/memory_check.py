@@ -159,9 +159,9 @@ def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     return plan
 
 
-MAX_CHANGES = 4  # largest number of changes in one set
+MAX_CHANGES = 4  # `advise` searches sets of config changes; a set has at most this many changes
 BEAM_WIDTH = 6  # number of sets that a round of the search extends by one change: those that are nearest to fitting
-MAX_SHOWN = 6  # largest number of sets that are returned
+MAX_SHOWN = 6  # `advise` returns at most this many sets
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 EstimateMemory = Callable[[Config], RunMemory]
@@ -253,7 +253,8 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
     """Yield layouts in which one parallel axis is doubled, and the current layout with twice the replicas.
 
-    If tp, pp or cp is doubled, the replicas are halved or the GPUs are doubled. If ep is doubled, dp and world_size stay equal.
+    If tp, pp or cp is doubled, the replicas are halved or the GPUs are doubled. If ep is doubled, dp and world_size do not
+    change.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

@@ -159,7 +159,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """A teacher that SGLang serves. For the position of each sampled token, it computes its `top_k` most probable tokens."""
+    """A teacher that SGLang serves. For the position of each sampled token, it computes the `top_k` most probable tokens."""
 
     worker: RolloutWorkerHandle
     name: str  # key in the section `roles`
@@ -180,7 +180,10 @@ class ServedTeacher:
 
 
 def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
-    """Return the group with the slots of its role, or unchanged if its servers are child processes of the rollout worker."""
+    """Return the group with the device slots of its role.
+
+    If the servers of the group are child processes of the rollout worker, returns the group unchanged: they need no slots.
+    """
     return replace(group, slots=placement.engine_slots) if placement.pin_engines_to_nodes else group
 
 
@@ -190,7 +193,7 @@ def served_roles(config: Config) -> dict[str, RoleConfig]:
 
 
 def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[frozenset[str]]) -> tuple[ServerGroup, ...]:
-    """Return the servers of all served models, without their slots."""
+    """Return one ServerGroup for each served model. `on_slots` adds the device slots later."""
     shared = {name for roles in colocated_roles for name in roles}
     groups = []
     for name, role in served_roles(config).items():

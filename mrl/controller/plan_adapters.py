@@ -21,7 +21,10 @@ KEY = "weight_sync.lora=adapter"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _JOINED_BY_SGLANG = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("q_proj", "v_proj"), ("up_proj", "gate_proj"))
-"""(matrix, another matrix): if the first has adapters, the second needs some, too. SGLang (0.5.23, LoRAAdapter) joins both."""
+"""(matrix, other matrix): SGLang (0.5.23, LoRAAdapter) joins the adapters of `matrix` with the adapters of `other matrix`.
+
+So if `matrix` has adapters, `other matrix` must have adapters, too.
+"""
 
 
 def syncs_adapters(config: Config) -> bool:
@@ -69,7 +72,7 @@ def check_adapter_sync(config: Config, actor: ModelPlan) -> None:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key and value, reason) for each key that has no meaning, or cannot work, if a push sends only adapters."""
+    """Yield ("key=value", reason) for each setting that cannot work, or has no effect, if a push sends only adapters."""
     sync, urls = config.weight_sync, config.rollout.engine_urls
     if config.lora.experts:
         yield "lora.experts=true", "mrl does not send adapters of routed experts to the engines"
@@ -100,7 +103,8 @@ def check_shared_devices(config: Config, colocated_roles: ColocatedRoles) -> Non
             f"{KEY} with sglang.{backup}=false: colocated engines lose their weights when they are offloaded, and a push sends "
             "only adapters; leave one of the two keys out."
         )
-    # An offloaded engine cannot finish the requests that use old adapters, so a push would wait for them in vain.
+    # A push waits until no request uses the old adapters that it unloads. An offloaded engine cannot finish such requests, so
+    # the push would wait in vain.
     rollout = config.rollout
     if rollout.staleness or rollout.over_sample_rate:
         raise ValueError(

@@ -108,10 +108,11 @@ def check_engine_device(config: Config, family: Family, key: str = "model.path",
 def check_engine_dtype(
     config: Config, hf: HFConfig, dtype: str, deterministic: bool, section: str = "rollout", key: str = "model.dtype"
 ) -> None:
-    """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or else `dtype`.
+    """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or `dtype` if this key is not set.
 
     `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. float32 is
-    refused only with sglang.device=cuda or on a machine with GPUs. Elsewhere, the run may start on another machine.
+    refused only with sglang.device=cuda or on a machine with GPUs. On a machine without GPUs, this check cannot know whether
+    the engines will use GPUs, because the run may start on another machine.
     """
     if chosen := config.sglang.get("dtype"):
         dtype, key = chosen, "sglang.dtype"

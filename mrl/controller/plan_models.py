@@ -208,7 +208,7 @@ def _check_first_stage(config: Config, num_features: int, num_layers: int, dims:
 
 
 def _check_no_layout(config: Config, unknown: str) -> None:
-    """Raise ValueError if pipeline_model_parallel_layout is set. `unknown`: what mrl must know about it, for the message."""
+    """Raise ValueError if pipeline_model_parallel_layout is set. `unknown`: what mrl then cannot know, for the message."""
     if layout := config.megatron.get("pipeline_model_parallel_layout"):
         raise ValueError(
             f"megatron.pipeline_model_parallel_layout={layout!r}: mrl does not read this layout, so it does not know {unknown}; "
@@ -473,7 +473,7 @@ def _check_nodes_of_engines(receivers: Sequence[ProcessLocation], engine_tp: int
 def planned_gpus(config: Config, pools: Pools) -> DeviceMap | None:
     """Return the GPUs on which these pools would be placed, or None if the run would use CPUs.
 
-    A run on unknown hardware would use CPUs if weight_sync.transport=shared_memory, because this transport works only on CPUs.
+    On unknown hardware, weight_sync.transport=shared_memory shows that the run uses CPUs: this transport works only on CPUs.
     """
     cluster, gpus_per_node = config.cluster, max(gpus_of_nodes(config.cluster))
     known = bool(cluster.scheduler or cluster.hardware.name)

@@ -34,7 +34,7 @@ _BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"  # se
 LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
-A held-out set that has no other sampling key is sampled twice (see plan_evaluations).
+A held-out set that sets none of the other sampling keys is sampled twice (see plan_evaluations).
 """
 DATA_TEST = ""  # name of data.test among the held-out sets
 NO_SUFFIX = ""  # `kind` of a set with sampling keys of its own: its metric names have no suffix
@@ -149,9 +149,9 @@ def load_prompt_datasets(
 def _held_out_source(
     source: PromptSource, config: Config, actor: ModelPlan, reward: Reward, evaluations: Sequence[HeldOutEvaluation]
 ) -> PromptSource:
-    """Return the source of a held-out set with two settings for its rows.
+    """Return a copy of a held-out set's source, with a limit on the length of its prompts and with a check of its rows.
 
-    The settings are the largest allowed length of a prompt, and a check that finds rows that the set's reward cannot score.
+    The check finds rows that the reward of the set cannot score.
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
@@ -181,7 +181,7 @@ def image_args(actor: ModelPlan) -> dict[str, Any]:
 
 
 def image_environment(config: Config) -> dict[str, str]:
-    """Return environment variables of the engines.
+    """Return environment variables that engines need if the run trains the vision tower; {} for any other run.
 
     SGLang (0.5.23) caches outputs of the vision tower, and keeps them when it loads new weights. If the tower is trained, cached
     outputs are wrong, so mrl turns the cache off.

@@ -146,7 +146,10 @@ def check_sampling(
 def tokenizer_args(
     config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation]
 ) -> dict[str, Any]:
-    """Return the server arguments that stop texts need. Raises ValueError if the config section `sglang` contradicts them."""
+    """Return the server arguments with which engines find stop texts (keys `stop`); {} if there are no stop texts.
+
+    Raises ValueError if the config section `sglang` contradicts these arguments, or if the engines cannot load the tokenizer.
+    """
     keys = ["rollout.stop"] if sampling.stop else []
     keys += [f"{held_out_section(next(iter(each.sets)))}.stop" for each in evaluations if each.sampling.stop]
     if keys and config.sglang.get(NO_TOKENIZER):

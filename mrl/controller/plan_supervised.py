@@ -1,6 +1,7 @@
 """Plan of supervised training: its objective, the check of its rows, and the settings that decide the weights of a warm start.
 
-Every function raises ValueError for a mistake of the user. No function starts a process.
+A warm start is supervised training with which an RL run begins. Every function raises ValueError for a mistake of the user. No
+function starts a process.
 """
 
 import json
@@ -96,9 +97,10 @@ WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the s
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a warm start, without held-out rows and without a default objective.
+    """Return the settings that decide the weights of a warm start.
 
-    With data.inputs, run.seed is left out, so runs with different seeds share one warm start.
+    sft.test is left out, and so is an objective that has its default value. If data.inputs is set, run.seed is left out, so
+    runs with different seeds share one warm start.
     """
     sft: dict[str, Any] = asdict(config.sft)
     del sft["test"]

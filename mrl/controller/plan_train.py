@@ -400,7 +400,7 @@ def check_served_roles(
 
 
 def check_memory_fractions(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if servers that share GPUs claim, in total, all of the GPU memory or more."""
+    """Raise ValueError if the memory fractions of servers that share GPUs add up to 1 or more."""
     sglang = {f"roles.{name}.sglang": (name, role.sglang) for name, role in roles_of(config).items() if role.is_served}
     for roles in colocated_roles:
         fractions = {

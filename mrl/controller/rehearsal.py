@@ -145,7 +145,7 @@ def _copy(name: str, reward: Reward) -> Reward:
 def _named_rewards(
     reward: Reward, responses: list[Response], name: str
 ) -> Iterator[tuple[str, Reward, list[Response]]]:
-    """Yield (config key, reward, its responses) for each reward in a combined reward. Any other reward is yielded itself."""
+    """Yield (config key, reward, its responses) for each inner reward, or for `reward` itself if it is not combined."""
     if not isinstance(reward, CombinedReward):
         yield name, reward, responses
         return
@@ -154,7 +154,7 @@ def _named_rewards(
 
 
 def _by_combination(responses: Sequence[Response]) -> list[list[Response]]:
-    """Return the responses of each combination of data source, ability and style."""
+    """Return one list of responses for each combination of data source, ability and style."""
     found: dict[tuple[str, str, str], list[Response]] = {}
     for response in responses:
         found.setdefault((response.data_source, response.ability, response.style), []).append(response)
@@ -167,8 +167,8 @@ def _call(
     """Return one score for each response. `index`: index of the reward in `pool`; None: the reward has `in_process = True`.
 
     A reward that has `per_sample = True` is called once for each response. Any other reward is first called with all responses.
-    If this call fails for another reason than invalid scores, a reward without `whole_groups = True` is then called for each
-    response alone.
+    If this call fails, the reward is then called once for each response, with two exceptions: the scores were invalid, or the
+    reward has `whole_groups = True`.
     """
 
     def run(batches: Sequence[list[Response]]) -> list[CallResult]:

@@ -296,8 +296,9 @@ class Trainer:
     def _finish_samples(self) -> None:
         """Wait until the rollout worker has written samples of the step, so that a finished step has its samples.
 
-        If the rollout worker is lost, the step has no samples, but the step is complete. The next call of the worker raises the
-        error again, and the run recovers from there. If this error ended the step, the run would return to the last checkpoint.
+        If the rollout worker is lost, the step has no samples, but the step is complete. So the error is only logged here: if
+        it ended the step, the run would return to the last checkpoint. The next call of the rollout worker raises the error
+        again, and then the run recovers.
         """
         self.begin_writing_samples()  # writes again if the step called `estimate` after `push`
         assert self.record.wait_for_samples, "the step has generated responses"

@@ -79,7 +79,7 @@ def quick_imports() -> Iterator[None]:
     """Turn garbage collection off while the block imports large packages. The imports then take about a fifth less CPU time.
 
     Imports create many objects and hardly any garbage. After the block, the garbage collector skips all objects that exist by
-    then. The block also has `quick_package_metadata`.
+    then. `quick_package_metadata` is also active in the block.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -100,8 +100,8 @@ def quick_package_metadata() -> Iterator[None]:
     """Make the first import of transformers, inside the block, take 1 to 2 CPU-seconds less.
 
     transformers calls importlib.metadata.packages_distributions, which checks for each installed file whether it exists. In the
-    block, `packages_distributions` below replaces this function. The end of a block restores it, also if blocks of several
-    threads overlap.
+    block, `packages_distributions` below replaces this function. The end of each block restores the original function, even if
+    blocks of several threads overlap.
     """
     importlib.metadata.packages_distributions = packages_distributions
     try:
@@ -125,7 +125,7 @@ def packages_distributions() -> dict[str, list[str]]:
 
 
 def _importable_names(distribution: importlib.metadata.Distribution) -> set[str]:
-    """Return the modules and top folders among the installed files. Each line of RECORD begins with the path of a file."""
+    """Return the names of a distribution's top-level modules and folders. Each line of RECORD begins with a file's path."""
     record = distribution.read_text("RECORD")
     lines = map(str, distribution.files or ()) if record is None else record.splitlines()
     folders_and_files = {line[: line.find("/") + 1] or line.partition(",")[0] for line in lines}

@@ -32,7 +32,7 @@ def _held_out_metric(meaning: str, label: str) -> Metric:
     return Metric("", meaning, label=label, good="rises with reward/mean", reduction="last")
 
 
-# Variable part of a name of FAMILIES -> words for `Metric.meaning`
+# Variable part of a metric's name in FAMILIES -> words for `Metric.meaning`
 _OF_RESPONSES = {"reward": "mean reward of the responses", "accuracy": "fraction of correct responses"}
 _HOW = {"sampled": ", sampled at temperature 1", "greedy": ", with greedy decoding"}
 _OF_GROUPS = {

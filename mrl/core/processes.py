@@ -140,7 +140,10 @@ _before_exit: list[Callable[[], None]] = []
 
 
 def call_before_exit(function: Callable[[], None]) -> None:
-    """Make `_exit` call `function` first if an exception other than StartupLostError ends the run. A later call replaces it."""
+    """Make `_exit` first call `function` if an exception other than StartupLostError ends the run.
+
+    A function that an earlier call has set is no longer called.
+    """
     _before_exit[:] = [function]
 
 
@@ -182,11 +185,11 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 
 
 def _exit(reason: BaseException | None) -> NoReturn:
-    """End this process at once. `reason` is the exception that ends the run, None for a run that is finished.
+    """End this process at once. `reason`: the exception that ends the run; None if the run is finished.
 
-    The function of `call_before_exit` tells the supervisor that the command has ended. It is not called after a finished run, or
-    after a run that lost processes while it was starting, so that the supervisor starts the command again. After a finished run,
-    the new process only prints the result.
+    The function that `call_before_exit` has set tells the supervisor that the command has ended. This function is not called if
+    the run is finished, or if the run lost processes while it was starting. In both cases, the supervisor starts the command
+    again. If the run is finished, the new process only prints the result.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

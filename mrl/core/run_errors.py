@@ -102,16 +102,22 @@ def _do_nothing() -> None:
     pass
 
 
-_wait_check: list[Callable[[], None]] = [_do_nothing]  # its only element is the function of `set_wait_check`
+_wait_check: list[Callable[[], None]] = [_do_nothing]  # its only element is set by `set_wait_check`
 
 
 def set_wait_check(check: Callable[[], None] | None) -> None:
-    """Set the function that the driver calls repeatedly during a wait; `check` raises to end the wait. None: no function."""
+    """Set the function that the driver calls repeatedly while it waits. None: it calls no function.
+
+    To end the wait, `check` raises an exception.
+    """
     _wait_check[0] = check or _do_nothing
 
 
 def check_wait() -> None:
-    """Call the function of `set_wait_check`. Every loop that waits for processes of the run does this a few times per second."""
+    """Call the function that `set_wait_check` has set.
+
+    Every loop that waits for processes of the run calls `check_wait` a few times per second.
+    """
     _wait_check[0]()
 
 
@@ -195,7 +201,7 @@ def report_error(error: BaseException, run_dir: Path) -> str:
 def error_lines(error: BaseException, run_dir: Path) -> list[str]:
     """Return the lines of a report, without the path of the traceback.
 
-    The lines say what is wrong, what to do if the cause is known, and the line of the user's code that raised the error.
+    The lines say what is wrong, what to do if the cause is known, and which line of the user's code raised the error.
     """
     lines = _message_lines(_unwrap(error))
     for explain in (_full_disk, _taken_port, _gpu_memory, _host_memory, _lost_process):

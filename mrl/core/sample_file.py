@@ -20,7 +20,7 @@ SAMPLES_FILE = "samples.jsonl"
 MAX_CHARACTERS = 4000  # limit of a prompt and of a response; the middle of a longer text is left out
 MAX_TOKENS = 1024  # limit for the number of tokens of a response; the middle of a longer response is left out
 RECENT_STEPS = 32  # number of steps that `recent_samples` searches
-ALL_STEPS = 1 << 62  # argument `last_step` of a JsonLinesFile that keeps its existing lines
+ALL_STEPS = 1 << 62  # with this value of its argument `last_step`, a JsonLinesFile keeps the lines of all steps
 
 
 @dataclass(frozen=True)

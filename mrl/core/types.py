@@ -12,7 +12,7 @@
 A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
 results are neither sampled nor trained.
 
-The driver holds only numbers for each response, metrics and handles (`Rollouts`, `AdvantageResult`). A handle is a reference to
+The driver holds only metrics, handles, and some numbers for each response (`Rollouts`, `AdvantageResult`). A handle refers to
 an object in Ray's object store. The driver never reads that object. Only the rollout worker and the trainer ranks read the tokens
 and the columns [R] (`TokenBlock`), which are in the object store.
 """
@@ -30,7 +30,7 @@ from parallel.durable_files import atomic_file
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
 _IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # names of the arrays of images in this file
 OFFLINE = "offline"
-"""Column of a TokenBlock that contains rows of data.offline.path: 1 for the tokens of these rows, 0 for sampled tokens."""
+"""Name of the column that marks rows of data.offline.path in a TokenBlock: 1 for their tokens, 0 for sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
@@ -255,7 +255,7 @@ class Rollouts:
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request on which no
-    # step has trained yet; the last value is absent if it is rollout.responses_per_prompt
+    # step has trained yet; the number of responses is left out if it equals rollout.responses_per_prompt
     untrained_requests: Sequence[tuple[int, ...]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
@@ -438,11 +438,11 @@ class SupervisedRows:
     sequences_per_row: int  # 2: each row is a pair, otherwise 1
 
     def sequences_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sequences of rows of the file, in their order."""
+        """Return the indices of the sequences of these rows of the file, in the order of `rows`."""
         return (rows[:, None] * self.sequences_per_row + np.arange(self.sequences_per_row)).ravel()
 
     def mismatched_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of these rows, the sequence of its prompt with another row's response; empty if there are none."""
+        """Return the index of each row's sequence with the response to another prompt; empty if there are no such sequences."""
         return rows + self.num_rows if len(self.lengths) > self.num_rows * self.sequences_per_row else rows[:0]
 
     def batch(self, sequences: NDArray[np.int64]) -> TrainBatch:

@@ -1,7 +1,8 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   the rows that must go into the same pack. Normally one row. With shared prompts: the rows of a group, or of a piece of
-           it, with one copy of the prompt. If the loss compares the responses of a group: the whole group
+    unit   the rows that must go into the same pack. Normally, a unit is one row. With shared prompts, it is a group (all
+           responses to one prompt) or a piece of a group, with one copy of the prompt. If the loss compares the responses of a
+           group, it is the whole group
     part   the units of one data-parallel replica; all parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
@@ -24,8 +25,8 @@ EVEN_ENOUGH = 1.0005  # the search stops when the heaviest bin costs at most thi
 # A search step compares at most about CANDIDATES[0] items of the heaviest bin with at most about CANDIDATES[1] items of all
 # other bins. This limits the memory of the search.
 CANDIDATES = (256, 4096)
-# Limits for the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
-# because each cut computes the prompt again: many small pieces can make the heaviest part heavier.
+# Limits for the cost of a group, relative to the mean cost of a part. make_units tries each limit and cuts the groups above it.
+# Each piece computes the prompt again, so many small pieces can make the heaviest part heavier. So some limits are above 1.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
@@ -66,9 +67,9 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 
     Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt once. A
     group is cut into several units if it has more than `max_tokens` tokens, or if its cost would make the costs of the replicas
-    uneven. Each of these units computes the prompt again. So the function tries several choices: no cut (except for
-    `max_tokens`), and a cut at each of the GROUP_LIMITS. Let c be the lowest cost of the heaviest part over all choices. Among
-    the choices whose heaviest part costs at most EVEN_ENOUGH * c, the function takes the choice with the largest limit.
+    uneven. Each of these units computes the prompt again, so cuts add cost. So the function tries several choices: to cut only
+    for `max_tokens`, and to cut at each of the GROUP_LIMITS. Let c be the lowest cost of the heaviest part over all choices.
+    Among the choices whose heaviest part costs at most EVEN_ENOUGH * c, the function takes the choice with the largest limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -299,7 +300,7 @@ def _rebalance(
 def _sample_items(selected: NDArray[np.bool_], count: int, most: int) -> Ints:
     """Return the indices of some of the selected items.
 
-    Indices below `count` are real items: about `most` of them are returned, evenly spaced. Indices from `count` on are empty
+    Indices below `count` are real items: at most `most` of them are returned, evenly spaced. Indices from `count` on are empty
     items: all selected empty items are returned.
     """
     items = np.flatnonzero(selected[:count])

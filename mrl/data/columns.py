@@ -36,8 +36,8 @@ class Columns:
 
     A column that the user names (`named`) must exist in every row. The default columns of `data_source`, `extra_info`, `ability`,
     `style`, `images` and `videos` may be absent from a row. If `data_source` is absent, PromptExample gets the default that
-    `__call__` receives. If one of the others is absent, its field of PromptExample is empty. If a field is None, the file has no
-    such column. If `ground_truth` is None, the ground truth is an empty text.
+    `__call__` receives. If another of these columns is absent, the field of PromptExample with the same name is empty. If a
+    field of Columns is None, the file has no such column. If `ground_truth` is None, PromptExample.ground_truth is "".
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -53,9 +53,9 @@ class Columns:
 
     @classmethod
     def of(cls, node: Node, key: str, base: Self | None = None) -> Self:
-        """Return `base` (default: verl's columns) with the columns in `node`: field -> column. `key`: config key of `node`.
+        """Return a copy of `base` (default: verl's columns) with the columns that `node` names (field of Columns -> column).
 
-        Raises ValueError if `node` has an unknown field or an invalid value.
+        `key`: config key of `node`. Raises ValueError if `node` has an unknown field or an invalid value.
         """
         known = [f.name for f in fields(cls) if f.name != "named"]
         for name, column in node.items():

@@ -49,11 +49,12 @@ class ImageFile:
     def data_url(self) -> str:
         """Return the image as a PNG file in a data URL, for a request to SGLang.
 
-        A data URL is needed, because JPEG files in base64 begin with "/", and SGLang (0.5.23) reads a text that begins with "/"
-        as a path. PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives other pixels than PIL.
+        A data URL is needed instead of plain base64, because SGLang (0.5.23) reads a text that begins with "/" as a path, and
+        JPEG files in base64 begin with "/". PNG is needed, because SGLang decodes JPEG files on a GPU with nvJPEG, which gives
+        other pixels than PIL.
         """
         image, file = self.open(), io.BytesIO()
-        image.info.clear()  # orientation and color profile, which the trainer does not read either
+        image.info.clear()  # removes orientation and color profile, because the trainer does not read them
         image.save(file, format="PNG", compress_level=1)
         return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
@@ -91,7 +92,7 @@ def _read_image(value: Any, name: str, folder: Path) -> ImageFile:
 
 
 def refuse_images(row: Row) -> None:
-    """Raise RowError if a row with a given response has images, because training on such rows is not supported."""
+    """Raise RowError if a row that contains a response also has images or videos, because mrl cannot train on such rows."""
     for column in ("images", "videos"):
         if row.get(column):
             raise RowError(
@@ -102,7 +103,7 @@ def refuse_images(row: Row) -> None:
 def check_image(image: ImageFile, name: str) -> tuple[int, int]:
     """Decode an image, and return (height, width) in pixels.
 
-    To save time, JPEG images are decoded at a reduced size, which also finds truncated files. Raises RowError with the column
+    To save time, JPEG images are decoded at a reduced size; this still finds truncated files. Raises RowError with the column
     `name` if the file is missing or is not a complete image.
     """
     from PIL import Image, UnidentifiedImageError  # imported only where images are decoded
@@ -208,7 +209,7 @@ class ImagePrompts:
     def expand(self, ids: Sequence[int], counts: Sequence[int], column: str) -> list[int]:
         """Return the token ids with the image token of image i repeated `counts[i]` times.
 
-        Raises RowError if the number of image tokens in `ids` is not the number of images, or if two of them are neighbors.
+        Raises RowError if the number of image tokens in `ids` is not the number of images, or if two image tokens are adjacent.
         """
         found = sum(token == self.image_token for token in ids)
         if found != len(counts):

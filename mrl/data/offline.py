@@ -178,7 +178,7 @@ def _token_fault(row: OfflineRow, limits: TokenLimits) -> str:
 
 
 def check_groups(rows: OfflineRows, group_relative: bool, advantage: str) -> str:
-    """Return a warning if the advantage of some rows is always 0, or "". Raises ValueError if this is true for all rows.
+    """Return a warning if the advantage of some rows is always 0, otherwise "". Raises ValueError if it is 0 for all rows.
 
     `group_relative`: whether the estimator `advantage` (name of its class) compares the responses to one prompt.
     """

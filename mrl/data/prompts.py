@@ -134,7 +134,7 @@ class PromptDataset:
 
     @cached_property
     def has_images(self) -> bool:
-        """Whether a prompt has images."""
+        """Whether at least one prompt has images."""
         return any(example.images for example in self.examples)
 
     def image_inputs(self, row: int) -> ImageInputs | None:

@@ -95,8 +95,8 @@ def prepare(
     `instruction`: sentence that is added to each problem; None: the recipe's sentence. `split`: value of `extra_info.split`.
 
     Raises:
-        ValueError: the recipe does not exist, or a row cannot be used. In both cases, no file is written. The message contains
-            the number of unusable rows. For the first unusable rows, it also contains file, row, column and reason.
+        ValueError: the recipe does not exist, or rows cannot be used. In both cases, no file is written. If rows cannot be
+            used, the message contains their number, and for the first of them the file, row, column and reason.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -438,8 +438,8 @@ def apportion(total: int, weights: NDArray[np.float64], least: int, most: int) -
     """Divide `total` into n whole numbers [n] between `least` and `most`.
 
     Each number is `least` plus a share of the rest in proportion to `weights`, rounded. If a number would exceed `most`, the
-    excess is divided among the other numbers. If all weights are 0, the shares are equal. Among equal remainders, the first
-    numbers are rounded up.
+    excess is divided among the other numbers. If all weights are 0, the shares are equal. If only some of several equal shares
+    can be rounded up, the first ones are.
     """
     sizes = np.full(len(weights), least, np.int64)
     while (missing := total - int(sizes.sum())) > 0:

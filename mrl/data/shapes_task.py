@@ -100,7 +100,7 @@ def _content(row: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def draw_shapes(drawn: list[tuple[str, str] | None]) -> Any:
-    """Return a PIL image with one (shape, color), or nothing, in each of its CELLS x CELLS cells, row after row."""
+    """Return a PIL image of CELLS x CELLS cells. `drawn`: (shape, color) of each cell, row after row; None: an empty cell."""
     from PIL import Image, ImageDraw  # imported only where images are drawn
 
     image = Image.new("RGB", (CELLS * CELL_PIXELS, CELLS * CELL_PIXELS), "white")

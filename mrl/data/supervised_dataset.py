@@ -7,9 +7,9 @@ of `chosen` and `rejected` is the prompt. Rows with labels have the columns `pro
 the same two forms. Prompts and responses are texts or messages, as in a supervised row.
 
 A reward model reads the whole conversation, as the chat template renders it. The score is the output at the last token
-of the conversation. A reward model is trained like a critic, which computes the value of a token from the token before
-it. Therefore the data set appends an end-of-sequence token, the end mark, to each conversation. The end mark is the
-only token in the loss, and its value is the score.
+of the conversation. A reward model is trained like a critic, which computes the value of a token from the output at the
+token before it. Therefore the data set appends an end-of-sequence token, the end mark, to each conversation. The end mark
+is the only token in the loss, and its value is the score.
 """
 
 import math

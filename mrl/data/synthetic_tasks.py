@@ -97,7 +97,7 @@ def _sum_prompt(split: str, a: int, b: int) -> dict:
 
 
 def write_supervised(path: Path, numbers: list[int]) -> None:
-    """Write one row with prompt and response for each problem, for the warm start."""
+    """Write one row with prompt and response for each problem, for the supervised warm start."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Finds causes of a difference between an engine and the trainer in RoPE and in attention, from the tensors of both sides.
+"""Finds out, from the tensors of both sides, how RoPE or attention differs between an engine and the trainer.
 
 The functions fit a rotation or a scale to the inputs and outputs of each side, and compare the fits. In shapes, S is the number
 of tokens, and d is the number of channels per head.
@@ -44,7 +44,7 @@ _LAYOUTS: dict[str, Callable[[NDArray], NDArray]] = {
 
 
 def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance: float) -> Rotation | None:
-    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if no rotation of pairs maps them.
+    """Return the rotation that maps `before` [S, heads, d] to `after`, or None if there is no such rotation of pairs.
 
     `before` and `after` contain only the d components of a head that RoPE rotates. `positions` [S]: position of each token in its
     row, which is a sequence of the batch.
@@ -64,7 +64,7 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
 
 
 def rope_cause(difference: Difference) -> Cause | None:
-    """Find out whether the sides have different layouts, amplitudes, bases, scalings or first positions of RoPE.
+    """Find out whether RoPE differs between the sides in its layout, amplitude, base, scaling or first position.
 
     `difference.point`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
     a side has not recorded the tensor before RoPE, or if no difference is found.
@@ -72,7 +72,7 @@ def rope_cause(difference: Difference) -> Cause | None:
     name = difference.point.removeprefix("rotated_")
     if not (difference.has(f"normed_{name}") or difference.has(name)):
         return None
-    # components of a head: all, and those that RoPE rotates
+    # number of components of a head, and number of those that RoPE rotates
     d, dim = difference.facts.head_dim, difference.facts.rope_dim
     found = []
     for side in difference.sides:
@@ -130,7 +130,7 @@ def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], 
 
 
 def attention_cause(difference: Difference) -> Cause | None:
-    """Find out whether the sides have different scales of the scores, or assign query heads to key/value heads differently.
+    """Find out whether the sides scale the attention scores differently, or assign query heads to key/value heads differently.
 
     Returns None if neither is found. If `attend` reproduces the output of only one side, the cause names the other side.
     """

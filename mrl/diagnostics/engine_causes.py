@@ -1,9 +1,10 @@
 """Finds the cause of a difference between an engine and the trainer from the tensors at the first trace point that differs.
 
-All inputs of this trace point agree on both sides, so the cause is in one operation. Each function tests hypotheses about one
-operation. Some functions recompute the operation with NumPy under each hypothesis, and check which hypothesis reproduces the
-tensors of each side. The other functions compare the tensors of the two sides directly. The module needs no engine and no
-model. In shapes, S is the number of tokens.
+A trace point is a point of the forward pass at which a tensor is recorded. All inputs of the first trace point that differs
+agree on both sides, so the cause is in one operation. Each function tests hypotheses about one operation. Some functions
+recompute the operation with NumPy under each hypothesis, and check which hypothesis reproduces the tensors of each side. The
+other functions compare the tensors of the two sides directly. The module needs no engine and no model. In shapes, S is the
+number of tokens.
 """
 
 import math
@@ -288,7 +289,7 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
 
 
 def _experts(difference: Difference) -> Cause | None:
-    """Find out whether the experts have different activations on the two sides, or one side omits the shared experts."""
+    """Find out whether the two sides have different activation functions in the experts, or one side omits shared experts."""
     if difference.point == "routed_experts" and (cause := _expert_activation(difference)):
         return cause
     for side, other in (difference.sides, difference.sides[::-1]):

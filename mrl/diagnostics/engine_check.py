@@ -1,6 +1,7 @@
 """Compares an SGLang engine with the trainer on the same weights, and finds the first trace point that differs, and the cause.
 
-mrl.core.types explains the letters of the array dimensions.
+A trace point is a point of the forward pass at which a tensor is recorded. mrl.core.types explains the letters of the array
+dimensions.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +45,8 @@ LOGPROBS = "logprobs"
 class EngineTolerances:
     """Largest differences between an engine and the trainer that round-off explains."""
 
-    # Distance of two activations of a token, relative to the norm of the trainer's activation or, if larger, to the mean norm
-    # over all tokens.
+    # Distance between the engine's and the trainer's activation of a token. It is relative to the norm of the trainer's
+    # activation, or to the mean of these norms over all tokens if the mean is larger.
     points: float
     logprobs: float  # absolute, in nats
 
@@ -62,7 +63,7 @@ class PointDifference:
     layer: int | None  # None: the trace point is outside the layers
     absolute: float  # largest absolute difference of two elements
     relative: float  # see EngineTolerances.points; for log-probabilities, the same as `absolute`
-    token: int  # index in the block of the token with the largest difference
+    token: int  # token with the largest difference, as an index in the block
     tolerance: float
 
     @property
@@ -113,8 +114,8 @@ def compare_points(
 
     At the trace point `routing`, a token is not compared if round-off decides its experts.
 
-    Returns the differences, and a mask [S] of the tokens that were not compared and of all later tokens of their rows. For the
-    tokens of the mask, the engine may have chosen other experts while it sampled.
+    Returns the differences, and a mask [S] of the tokens that were not compared at `routing` and of all later tokens of their
+    rows. When the engine sampled, it may have chosen other experts for the tokens of the mask.
     """
     tied = np.zeros(len(block.tokens), bool)
     differences = []

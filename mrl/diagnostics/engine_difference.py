@@ -18,7 +18,7 @@ Weights = Mapping[str, NDArray]  # Hugging Face name -> tensor
 TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division is by 0
 
 LAYER_IDENTITY = "input_layernorm.weight"
-"""End of the name of the tensor by which a layer is found, if the two sides have the layers in different orders."""
+"""End of the name of the tensor that identifies a layer if the two sides have the layers in different orders."""
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
@@ -49,7 +49,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 
 # A check recomputes the tensor of a trace point with an assumed cause, such as another RoPE base. If the relative error is at
-# most this, the cause explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
+# most _FIT_TOLERANCE, the cause explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
 _FIT_TOLERANCE = 1e-3
 
 
@@ -101,7 +101,7 @@ class Difference:
         return self.engine, self.trainer
 
     def key(self, point: str) -> str:
-        """Return the full name of a trace point of the same layer."""
+        """Return the full name of a trace point in the layer of this difference."""
         return point if self.layer is None else f"layers.{self.layer}.{point}"
 
     def of(self, side: Side, *points: str) -> NDArray:
@@ -109,7 +109,7 @@ class Difference:
         return next(side.trace[self.key(p)] for p in points if self.key(p) in side.trace).astype(np.float64)
 
     def has(self, *points: str) -> bool:
-        """Whether both sides have all these trace points of the same layer."""
+        """Return whether both sides have all these trace points in the layer of this difference."""
         return all(self.key(point) in side.trace for point in points for side in self.sides)
 
     @property

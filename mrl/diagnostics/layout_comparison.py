@@ -90,8 +90,9 @@ class ParityCheck:
     ) -> TokenBlock:
         """Return the block as if older weights had sampled it, with all columns that the loss needs.
 
-        `logprobs` [R]: log-probabilities, or the critic's values, that one process has computed. A column of log-probabilities or
-        of values is `logprobs` plus noise. `_FROM_LOGPROBS` computes the other columns. `groups`: [B] index of the prompt.
+        `logprobs` [R]: log-probabilities, or the critic's values, that one process has computed. A column of log-probabilities
+        or of values is `logprobs` plus noise. `_FROM_LOGPROBS` computes the other columns. `groups`: [B] index of each row's
+        prompt.
         """
         advantages = block.columns["advantages"]
 
@@ -232,7 +233,7 @@ class StepReplay:
 
 
 def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrace, dtype: str) -> ReplayResult:
-    """Compare two traces of one step on the rows of `block`.
+    """Compare two traces of the step that trains on the rows of `block`.
 
     Hidden states are compared by their sketches. The sketch of a hidden state consists of its norm and a few of its products with
     random vectors (see mrl.workers.trace_comparison).

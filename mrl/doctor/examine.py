@@ -65,7 +65,7 @@ CHECKS: dict[str, Check] = {
 class ExamineOptions:
     """Options of a preflight check."""
 
-    deadline_s: float = 60.0  # time limit for all hosts to join, and time limit for all all-reduces together
+    deadline_s: float = 60.0  # time within which all hosts must join; the same time again for all all-reduces together
     all_reduce: bool | None = None  # whether to run all-reduces; None: only with several GPUs or several hosts
     clock: Callable[[], float] = time.time  # returns this host's time in seconds
 
@@ -195,9 +195,9 @@ def _exchange_facts(
 
 
 def _list_joined_hosts(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
-    """Return the `facts` messages of all hosts that joined in time, the same list on all hosts; None if the first host is gone.
+    """Return the `facts` messages of all hosts that joined in time, or None if the first host is gone.
 
-    If several hosts have the same name, their names get the suffix #RANK.
+    All hosts get the same list. If several hosts have the same name, their names get the suffix #RANK.
     """
     if rendezvous.rank == 0:
         joined = rendezvous.receive("facts", range(rendezvous.size), deadline_s)

@@ -163,7 +163,7 @@ class TcpRendezvousStore:
     """RendezvousStore on a TCP server in the process of rank 0. Every process that can connect can read and write values."""
 
     def __init__(self, address: str, port: int, rank: int | None, timeout_s: float) -> None:
-        """Start the server on rank 0. If `rank` is None, also start it if this host has the address and the port is free.
+        """Start the server if `rank` is 0. If `rank` is None, start it only if this host has the address and the port is free.
 
         `timeout_s`: longest wait for the server of another host. Raises ValueError if rank 0 cannot listen at the address.
         """

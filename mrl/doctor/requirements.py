@@ -21,7 +21,7 @@ from mrl.planner.run_memory import checkpoint_disk_bytes, model_shape
 from parallel.dims import ParallelDims
 
 MAX_CPU_PARAMETERS = 10**9  # training a larger model on CPUs takes too long to be useful
-AXES = ("tp", "cp", "dp", "pp")  # coordinates of a trainer rank; ep divides the ranks of a stage in another way
+AXES = ("tp", "cp", "dp", "pp")  # axes of a rank's coordinates; ep divides the ranks of a pipeline stage in another way
 
 
 def requirements_of(config: Config) -> Requirements:

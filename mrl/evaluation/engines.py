@@ -58,7 +58,7 @@ def engine_pools(config: Config) -> Pools:
 
     placement.pools is not read, because it describes the pools of a training run.
 
-    Raises ValueError if the engines are servers that already run, because they need no devices.
+    Raises ValueError if the engines are servers that already run, because such servers need no devices.
     """
     demands = slot_demands(config.rollout, {})
     if not demands:

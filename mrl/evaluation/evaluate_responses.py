@@ -65,8 +65,8 @@ class Layout:
     marks: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
     prepare: Callable[[Row], Row] = dict  # adds the columns that `columns` names but the file does not have
-    # Column in which rows with the same responses differ. Only rows with the same value as the first row are read. None: all
-    # rows are read
+    # Column that differs between rows with the same responses. Only rows whose value in this column equals the first row's
+    # value are read. None: all rows are read
     repeated_by: str | None = None
 
 

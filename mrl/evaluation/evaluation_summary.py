@@ -199,7 +199,7 @@ SCORES = "scores.parquet"
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The later value minus the earlier value, averaged over the prompts of one data source, or over all prompts."""
+    """Mean differences between two evaluations (later minus earlier), over the prompts of one data source or all prompts."""
 
     name: str  # data source, or OVERALL
     prompts: int  # number of prompts that both evaluations have

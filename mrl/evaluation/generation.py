@@ -90,7 +90,7 @@ class SampledModel:
 
 
 def find_model(config: Config) -> SampledModel:
-    """Return the model at model.path. Raises ValueError if it cannot be used, or if lora.path or generate.base is wrong."""
+    """Return the model at model.path. Raises ValueError if lora.path is set, or if model.path or generate.base is unusable."""
     if config.lora.path:
         raise ValueError(
             f"lora.path={config.lora.path}: engines load no adapters; leave the key out, and set model.path to an exported "
@@ -137,7 +137,7 @@ class GenerationPlan:
     def prompts(self) -> list[EvaluationPrompt]:
         """Read and check all prompts.
 
-        Raises ValueError with file, row and reason if a prompt is unusable, unless data.bad_rows or data.overlong skips it.
+        Raises ValueError with file, row and reason if a prompt is unusable and data.bad_rows or data.overlong does not omit it.
         """
         config = self.config
         limit = max_prompt_length(config, self.model.context)
@@ -268,7 +268,7 @@ def describe_determinism(config: Config) -> str:
 
 
 FILES_AHEAD = 2
-"""Number of output files whose responses are requested in advance, in addition to the files that fill the engines.
+"""Number of output files whose responses are requested in advance, beyond the files that the engines can sample at once.
 
 So the engines stay busy while the slowest responses of a file are sampled, and while the responses of a file are scored. An
 output file contains the responses to generate.prompts_per_file prompts.

@@ -33,7 +33,7 @@ def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[Process
     4. processes that died and are not pending;
     5. stopped processes;
     6. pending processes that do not wait;
-    7. pending processes that wait for something other than other ranks or a call;
+    7. pending processes that wait, but neither for other ranks nor for a call;
     8. pending ranks that have entered fewer collectives than other members of a process group;
     9. pending processes that wait for their next call although their last call has not ended.
     """

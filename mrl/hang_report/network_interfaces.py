@@ -23,7 +23,7 @@ INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME
 """Library -> the variable that names its network interfaces. On different hosts, interfaces may have different names."""
 
 LOOPBACK = "lo"
-"""Default value of both INTERFACE_VARIABLES in a run that starts Ray on this machine, where all its processes run."""
+"""Default value of both INTERFACE_VARIABLES if a run starts Ray on this machine and all processes of the run are here."""
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -99,7 +99,7 @@ def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str
 
 
 def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]) -> list[str]:
-    """Describe each interface that NCCL may choose but that cannot connect to itself, with the fix."""
+    """Return a line for each interface that NCCL may choose but that cannot connect to itself. The line also gives the fix."""
     eligible = [one for one in interfaces if one.up and not is_virtual(one.name)]
     working = [one.name for one in eligible if not one.problem]
     fix = (
@@ -120,7 +120,7 @@ def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") 
 
     `variable`: the value of NCCL_SOCKET_IFNAME. If it is empty, NCCL uses the first of these lists that is not empty: the
     interfaces whose names begin with "ib"; all interfaces that match no prefix of NCCL_LAST_CHOICES; the interfaces that match
-    its first prefix, its second prefix, and so on.
+    the first prefix of NCCL_LAST_CHOICES; the interfaces that match its second prefix; and so on.
     """
     up = [one for one in interfaces if one.up]
     if variable:

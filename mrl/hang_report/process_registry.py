@@ -118,7 +118,7 @@ class _ActivityLog:
         self._memory: mmap.mmap | None = None
 
     def open(self, path: Path) -> None:
-        """Write to `path` from now on."""
+        """Create the file `path`, and write the activities to it from now on."""
         with path.open("wb+") as file:
             file.truncate(ACTIVITY_FILE_BYTES)
             self._memory = mmap.mmap(file.fileno(), ACTIVITY_FILE_BYTES)

@@ -1,4 +1,4 @@
-"""Waits for Ray calls until a deadline (RayWaiter).
+"""Waits for the answers of Ray calls, at most until a deadline (RayWaiter).
 
 If the deadline passes or a process dies, the driver writes a hang report about the run's processes on all hosts and raises an
 error that has the path of the report. The errors are ProcessesLostErrors, because the run may continue after a restart of the
@@ -63,7 +63,7 @@ class DiagnosedError(ProcessesLostError):
         super().__init__(message)
         self.report = report  # file of the hang report; None if it could not be written
         self.names = names  # titles of the processes to blame, as in the message
-        self.ranks = ranks  # the trainer ranks among these processes, as indices in their model
+        self.ranks = ranks  # the trainer ranks among these processes: index of each rank among the ranks of its model
 
     def __reduce__(self) -> tuple:
         return type(self), (str(self), self.report, self.names, self.ranks), {"role": self.role}
@@ -213,7 +213,7 @@ class RayWaiter:
     def _resolve_peer_error(
         self, futures: Sequence[ObjectRef], call: str, error: RayError, starting: bool
     ) -> Exception:
-        """Find out why a rank's communication failed: another rank raised an error, died or hangs."""
+        """Return the error to raise after a rank's communication failed: another rank raised an error, died or hangs."""
         ray.wait(list(futures), num_returns=len(futures), timeout=DEATH_NOTICE_S)
         errors = [failure for future in futures if (failure := call_error(future))]
         own_errors = [e for e in errors if isinstance(e, RayTaskError) and not is_peer_error(e.cause)]
@@ -251,8 +251,8 @@ class RayWaiter:
     def _pending_test(self, indices: set[int]) -> Callable[[ProcessRecord], bool]:
         """Return a function that tells whether a process was called and has not answered.
 
-        `indices`: indices of the calls that have not succeeded. Call i is a call to rank i, and call 0 is also the call to the
-        rollout worker.
+        `indices`: indices of the calls that have not succeeded. Call i is a call to rank i. A call to the rollout worker has
+        index 0.
         """
 
         def is_pending(record: ProcessRecord) -> bool:

@@ -72,7 +72,7 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
     """Make the job that runs `mrl train`, or another command, with these overrides in this run directory.
 
     The job runs in the current working directory, so relative paths in the overrides stay valid. Raises ValueError if an option
-    in cluster.slurm or cluster.components is not allowed or malformed.
+    in cluster.slurm or cluster.components is malformed or not allowed.
     """
     sizes = {key: vars(cluster)[key] for key in ("nodes", "gpus_per_node")}
     for key in sizes.keys() & cluster.slurm:

@@ -3,9 +3,9 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit. Two kinds of children exit on purpose, but omit the message, so that
-they are started again. One has called `request_restart`. The other has finished the run, but its processes hang, so
-`shutdown_deadline` (mrl.core.processes) ends it. The new child then only prints the result.
+not distinguish these cases from a normal exit. Two other kinds of children omit the message on purpose, so that they are
+started again: a child that has called `request_restart`, and a child that has finished the run, but whose processes hang, so
+that `shutdown_deadline` (mrl.core.processes) ends the child. In the second case, the new child only prints the result.
 """
 
 import atexit
@@ -166,7 +166,7 @@ class _ChildWatcher:
 
 
 def _send_signal(child: subprocess.Popen[bytes], signum: int) -> None:
-    """Send a signal to a child that is not reaped.
+    """Send a signal to a child that is not yet reaped.
 
     Popen.send_signal is not used: it calls poll(), which could take the exit status before `_wait` does.
     """

@@ -31,7 +31,7 @@ from ray._private import (
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
     services,  # private: Ray has no setting for the time that a node may take to start
 )
-from ray._private.utils import estimate_available_memory  # private: Ray compares the size of the object store with it
+from ray._private.utils import estimate_available_memory  # private: Ray compares the object store's size with the result
 from ray.job_config import JobConfig
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
@@ -213,7 +213,8 @@ def _local_start(log_to_driver: bool) -> Iterator[None]:
     """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
-    does what the flags --no-monitor and --include-log-monitor of `ray start` do. Also, ray.init waits NODE_START_S for the node.
+    does what the flags --no-monitor and --include-log-monitor of `ray start` do. Also, ray.init waits for the node up to
+    NODE_START_S seconds.
     """
     with_autoscaler, get_node = parameter.RayParams, services.get_node
     parameter.RayParams = partial(with_autoscaler, no_monitor=True, include_log_monitor=log_to_driver)
@@ -246,7 +247,7 @@ def _worker_setup() -> Callable[[], None]:
     """Return a function that each worker process of an existing cluster runs first. It sets variables of the worker process.
 
     The engine keys are not in `env_vars` of the runtime environment, because they would appear in Ray's logs. The names of
-    network interfaces are not there either, because a node must keep the name with which Ray was started on this node.
+    network interfaces are not there either, because a node must keep the names that were set when Ray was started on it.
     """
     keys = {ENGINE_KEY: engine_key()} | {name: os.environ[name] for name in (ENGINE_KEYS,) if name in os.environ}
     interfaces = interface_variables(os.environ)

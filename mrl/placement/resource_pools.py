@@ -209,7 +209,7 @@ def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return `cluster` with its number of nodes. If `cluster.nodes` is not set, this is the number that the pools need."""
+    """Return `cluster` with `nodes` set. If `nodes` was not set, it becomes the number of nodes that the pools need."""
     if cluster.nodes:
         return cluster
     missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that cluster.components do not provide
@@ -229,8 +229,8 @@ def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
 def order_by_tp_groups(nodes: Sequence[object], tp_size: int) -> list[int]:
     """Return the indices of slots in an order that keeps tensor-parallel groups on one node if possible.
 
-    Each group has `tp_size` consecutive slots. `nodes`: the node of each slot. The groups that fit on one node come first, node
-    by node. The remaining slots form groups that are on several nodes.
+    In this order, every `tp_size` consecutive slots are a group. `nodes`: the node of each slot. The groups that fit on one
+    node come first, node by node. The remaining slots form groups that are on several nodes.
     """
     by_node: dict[object, list[int]] = {}
     for slot, node in enumerate(nodes):

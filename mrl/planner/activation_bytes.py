@@ -6,9 +6,10 @@ and hidden states of width h. Equations 2 to 4 divide these inputs over tensor-p
 This module counts the saved inputs of the layers that mrl trains: MLPs, grouped and latent attention, recurrences, experts, and
 packed sequences. The attention kernels save no scores. So the paper's term 5 a s^2 b (a: attention heads) does not occur.
 
-With FP8, Transformer Engine (2.20) saves the input of a matrix in FP8 if no other operation saves this input. Such inputs are
-outputs of norms, activations of MLPs, and tokens of experts. In Megatron (0.19), the projection of the attention output and the
-first matrix of shared experts save their inputs without FP8, because the attention and the router save the same tensors.
+With FP8, Transformer Engine (2.20) saves the input of a linear layer in FP8 if no other operation saves this input. Such inputs
+are the outputs of norms, the activations of MLPs, and the tokens that experts receive. In Megatron (0.19), two linear layers
+save their inputs without FP8: the projection of the attention output, whose input the attention also saves, and the first
+linear layer of shared experts, whose input the router also saves.
 
 Symbols of this module: s is the number of tokens of a pack on one context-parallel rank. r is the number of tokens whose hidden
 states one rank holds between the tensor-parallel matrices, for example in norms: r = s / tp with sequence parallelism, else
@@ -64,10 +65,11 @@ def layer_bytes(
 def adapter_bytes(
     shape: ModelShape, kind: LayerKind, batch: MicroBatchShape, recomputed: frozenset[str], adapters: Adapters
 ) -> BytesByTensor:
-    """Return the bytes that the LoRA adapters of a layer save (parallel.lora), without the inputs of their linear layers.
+    """Return the bytes that the LoRA adapters of a layer save (parallel.lora), without the inputs of the adapted linear layers.
 
     The other functions count these inputs: a linear layer whose weight is frozen does not save its input, but its adapter does.
-    The adapter also saves A and B, each combined from all adapted matrices of the linear layer, and the product A x.
+    The adapter also saves the product A x, and the matrices A and B of the whole linear layer. It combines these two matrices
+    from the A and B of each adapted Hugging Face matrix.
     """
     e, of_model = batch.itemsize, {p.name: p for p in shape.parameters}
     saved: Counter[str] = Counter()
@@ -91,7 +93,7 @@ def adapter_bytes(
 def _adapted_layers(
     adapters: ModelShape, kind: LayerKind
 ) -> list[tuple[str, list[ParameterShape], list[ParameterShape]]]:
-    """Return, for each linear layer with an adapter in a layer of this kind: its name, its matrices A, and its matrices B."""
+    """Return (name, matrices A, matrices B) of each linear layer that has an adapter, for a layer of this kind."""
     found: dict[str, tuple[list[ParameterShape], list[ParameterShape]]] = {}
     for p in adapters.parameters:
         if p.present_in in kind.present:
@@ -247,7 +249,7 @@ def _mamba_bytes(sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBat
     keys, values = tokens * groups * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
     return {
         "chunks of queries and keys": 2 * keys,
-        # values; values in chunks; values times decays; outputs of the states; if groups have several heads: a copy by heads
+        # values; values in chunks; values times decays; outputs of the states; values by head, if groups have several heads
         "values": (4 + (heads > groups)) * values,
         # numbers before and after the softplus, decays to the end and from the start of a chunk
         "numbers of heads": 4 * tokens * heads * wide,
@@ -294,7 +296,7 @@ def _intermediate_bytes(
 ) -> BytesByTensor:
     """Return the bytes that an MLP saves between its two matrices.
 
-    `width`: intermediate size of the MLP on this rank. `scaled`: each token's activation is multiplied by its router weight.
+    `width`: intermediate size of the MLP on this rank. `scaled`: whether activations are multiplied by router weights.
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     # Without a fused kernel, these tensors are also saved: silu(gate), up, and the scaled product. With clamped gates, two more
@@ -405,7 +407,7 @@ def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) ->
 
 def tower_patch_bytes(tower: TowerShape, itemsize: int) -> int:
     """Return the bytes that one block of the vision tower (a module of transformers) saves for one patch, without statistics."""
-    # an RMSNorm saves its input in float32 and its normalized input, and a linear layer saves its output
+    # an RMSNorm saves its input in float32 and its normalized input; the linear layer after a norm saves the norm's output
     norm = FLOAT32_BYTES + 2 * itemsize if tower.gated else 2 * itemsize
     # fused queries, keys and values; rotated queries and keys; outputs of each image, and of all images together
     attention = (3 + 2 + 2) * itemsize

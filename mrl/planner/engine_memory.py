@@ -42,7 +42,7 @@ class EngineRankMemory:
         return self.weights + self.adapters + max(0, self.kv_cache)
 
     def with_adapters(self, nbytes: int) -> EngineRankMemory:
-        """Return the memory of a rank with slots for adapters. Their bytes reduce the KV cache."""
+        """Return this memory with `nbytes` bytes of slots for LoRA adapters. The KV cache has `nbytes` bytes less."""
         return replace(self, kv_cache=self.kv_cache - nbytes, adapters=nbytes)
 
 
@@ -69,7 +69,7 @@ def engine_memory(
 def with_states(
     rank: EngineRankMemory, shape: ModelShape, topology: EngineParallelSizes, server_args: Mapping[str, Any] = {}
 ) -> EngineRankMemory:
-    """Return the memory of an engine rank with the part of its cache that SGLang (0.5.23) reserves for recurrent layers.
+    """Return `rank` with `states` set: the part of `kv_cache` that SGLang (0.5.23) reserves for states of recurrent layers.
 
     `server_args`: the config section `sglang`, which may set the size of this part.
     """
@@ -97,8 +97,8 @@ def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) ->
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
     Recurrent layers have no keys and values; `state_bytes` counts their states. If there are fewer key/value heads than ranks,
-    several ranks store the same head. Latent attention caches one compressed vector for each token, and every rank stores a full
-    copy of the vector, and of the keys of the indexers of sparse attention.
+    several ranks store the same head. Latent attention caches one compressed vector for each token, and sparse attention also
+    caches the keys of its indexers. Every rank stores these vectors and keys as a whole.
     """
     if shape.has_latent_attention:
         # The keys of an indexer are in FP8, and each key has a float32 scale.
@@ -141,9 +141,9 @@ def adapter_slot_bytes(
 ) -> int:
     """Return the bytes of one slot for LoRA adapters on one engine rank.
 
-    `matrices`: names of the adapted matrices, such as q_proj. SGLang (0.5.23, LoRAMemoryPool) has A and B of each fused linear
-    layer in every layer of the model. A has the rows of all matrices of the fused layer, even of matrices without adapters. If
-    the layer is split by output rows, every rank has the whole A.
+    `matrices`: names of the adapted matrices, such as q_proj. In SGLang (0.5.23, LoRAMemoryPool), a slot has matrices A and B
+    for each fused linear layer that has an adapted matrix, in every layer of the model. A has rows for all matrices of the
+    fused linear layer, even for matrices without adapters. If this layer is split by output rows, every rank has the whole A.
     """
     tp, hidden = topology.tp, shape.hidden
     qkv = (shape.num_heads // tp + 2 * _kv_heads(shape, topology)) * shape.head_dim
@@ -169,7 +169,7 @@ def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> in
 def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSizes) -> int:
     """Return the number of elements of a parameter on one engine rank.
 
-    An engine with data-parallel attention shards the parameters of attention over fewer ranks.
+    An engine with data-parallel attention shards the parameters of attention over fewer ranks than its other parameters.
     """
     if not p.is_sharded or p.replicated_in_engine:
         return p.numel

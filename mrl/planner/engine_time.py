@@ -120,9 +120,9 @@ class RolloutTime:
 
         The prompts of step n are dispatched after the training of step n - (K + 1), and the training of step n waits for their
         responses. Each training takes `train_s` seconds, and ends `step_s` seconds after the previous training. So the responses
-        must be sampled within (K + 1) * step_s - train_s seconds. Work that grows with the number of responses takes the fraction
-        responses_s / step_s of the time. Only the rest is left for the fixed part of the decoding steps. So the longest response
-        takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
+        must be sampled within (K + 1) * step_s - train_s seconds. An engine spends the fraction responses_s / step_s of its
+        time on work that grows with the number of responses, and has the remaining fraction for the fixed part of the decoding
+        steps. So the longest response takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
         `longest_response_step_s` is the step_s for which the available seconds equal the seconds of the longest response (the
         larger root of a quadratic equation). In shorter steps, the longest response would not be finished in time.
         """
@@ -135,9 +135,10 @@ class RolloutTime:
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
-    """Return the number of decoding steps until an engine has finished `requests` requests. At most `running` run together.
+    """Return the number of decoding steps until an engine has finished `requests` requests.
 
-    `responses`: number of responses of a training step, over all engines. The step waits for the longest of these responses.
+    `running`: largest number of requests that run together. `responses`: number of responses of a training step, over all
+    engines. The training step waits for the longest of these responses.
     """
     longest = lengths.longest_response_of(responses)
     if requests <= running:

@@ -6,8 +6,8 @@ of GPUs. Then the search compares all divisions of the GPUs between trainers and
 
 The search is deterministic. It finds the shortest predicted step among the candidates with these properties:
 
-- The run has as many engines as fit. They use the GPUs without trainers or, if trainers and engines share GPUs, the GPUs of
-  the trainers. The run has no more engines than a step has responses. plan.fix can set a smaller number of engines.
+- The run has as many engines as fit. If trainers and engines share GPUs, the engines use the GPUs of the trainers. Otherwise
+  they use the other GPUs. The run has no more engines than a step has responses. plan.fix can set a smaller number of engines.
 - On several nodes, the replicas of the trained model fill whole nodes.
 - Trainers recompute activations only if they do not fit in memory otherwise.
 """
@@ -46,9 +46,9 @@ def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSetting
 
     `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
-    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync.
-    `cluster.memory_bytes` already excludes plan.reserve_gb for a trainer rank and for an engine rank, even if they do not share a
-    GPU.
+    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync from
+    `cluster.memory_bytes`. This memory already excludes plan.reserve_gb for a trainer rank and for an engine rank, even if they
+    do not share a GPU.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
@@ -140,14 +140,14 @@ class RunCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, the number of evaluated trainer layouts, and the reasons why choices were excluded."""
+    """The best candidates, how many trainer candidates were evaluated, and why layouts and sizes were excluded."""
 
     # Fastest first. The candidates differ in `placement_and_layout`. If there are too few such candidates, the list also has
-    # candidates with the same `placement_and_layout` as another one, but with another mode, engine_tp or vpp.
+    # candidates that share `placement_and_layout` with another candidate, but differ from it in mode, engine_tp or vpp.
     best: list[RunCandidate]
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
-    excluded: Counter[str]  # reason -> number of layouts and engine sizes that were excluded for this reason
+    excluded: Counter[str]  # reason -> number of layouts and sizes (such as values of cp) that were excluded for this reason
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class LayoutSearch:
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
         """Return two mappings from a number of GPUs to the `count` fastest trainer candidates on this number of GPUs.
 
-        The candidates of a number of GPUs have different `layout_without_vpp`. The first mapping is for trainers on GPUs of
+        Candidates on the same number of GPUs differ in `layout_without_vpp`. The first mapping is for trainers on GPUs of
         their own. The second mapping is for trainers that share GPUs with engines.
         """
         timed = list(self._timed_layouts())
@@ -309,7 +309,7 @@ class LayoutSearch:
 
         With this transport, every engine rank must share its GPU with a trainer rank. On one node, the weight push is predicted
         for links within the node. On several nodes, the push is predicted as for weight_sync.transport=process_group, because the
-        trainer ranks first pass the weights on between nodes. The copies on each GPU are neglected.
+        trainer ranks first send the weights between nodes. The time to copy weights on each GPU is neglected.
         """
         cluster, shape = self.space.cluster, self.space.shape
         for engine in engines:

@@ -169,7 +169,7 @@ class LayoutSpace:
     cluster: GpuCluster
     longest: float  # tokens of the longest sequence
     fixed: Mapping[str, Any] = field(default_factory=dict)  # plan.fix: "tp", "mode", ... -> the only allowed value
-    excluded: Counter[str] = field(default_factory=Counter)  # reason -> number of choices that it has excluded
+    excluded: Counter[str] = field(default_factory=Counter)  # reason -> number of excluded layouts and sizes
 
     def layouts(self) -> Iterator[ReplicaLayout]:
         """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""
@@ -215,7 +215,7 @@ class LayoutSpace:
         ]
 
     def _mlp_widths(self) -> list[int]:
-        """Return the widths of MLPs and experts. An engine shards each of them over all its GPUs."""
+        """Return the widths of MLPs and experts. An engine shards each of these widths over all its GPUs."""
         t = self.arch.transformer
         moe = [t["moe_ffn_hidden_size"]] if self.arch.num_experts else []
         return self._dense_widths() + moe + self._shared_widths()

@@ -73,7 +73,7 @@ class MicroBatchShape:
     images: int = 0  # number of image tokens in the whole pack, because every context-parallel rank computes all images
     kernels: Kernels = GPU_KERNELS
     longest: int = 0  # tokens of the longest sequence; 0: one sequence may have all tokens of the pack
-    fp8: str = ""  # recipe with which inputs of matrices are saved in FP8; "": they are saved like other activations
+    fp8: str = ""  # recipe with which inputs of linear layers are saved in FP8; "": they are saved without FP8
 
     @classmethod
     def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
@@ -83,7 +83,7 @@ class MicroBatchShape:
 
     @property
     def rows(self) -> int:
-        """r: number of tokens for which this rank holds the residual stream: 1/tp of them under sequence parallelism."""
+        """r: number of tokens whose residual stream this rank holds: `tokens` / tp with sequence parallelism, else `tokens`."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
@@ -96,14 +96,15 @@ class MicroBatchShape:
         """Number of rows of keys that attention reads.
 
         Context parallelism cuts a sequence into 2 cp chunks. Rank i has two chunks: the queries of one read i + 1 chunks of
-        keys, and the queries of the other read 2 cp - i chunks. The sum is 2 cp + 1. Keys that both read count twice.
+        keys, and the queries of the other read 2 cp - i chunks. The sum is 2 cp + 1. A key counts twice if the queries of both
+        chunks read it.
         """
         read_ratio = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1  # chunks of keys that are read / (2 cp)
         return int(self.tokens * self.cp * self.keys_per_token * read_ratio)
 
     @property
     def pairs(self) -> int:
-        """Largest number of pairs (query of this rank, key) in all calls of attention on this rank together.
+        """Upper bound for the number of pairs (query of this rank, key), summed over all attention calls on this rank.
 
         As in `key_rows`, the queries of a rank read (2 cp + 1) / (4 cp) of the keys of their sequence, on average.
         """
@@ -117,7 +118,7 @@ class MicroBatchShape:
         return min(self.longest or whole, whole)
 
     def input_bytes(self, numel: int) -> int:
-        """Return the bytes that a matrix saves for its input of `numel` elements, if no other operation saves this input, too."""
+        """Return the bytes of a linear layer's saved input with `numel` elements, if no other operation saves this input."""
         if not self.fp8:
             return numel * self.itemsize
         return numel + (0 if self.fp8 == "tensorwise" else -(-numel // NUMBERS_PER_SCALE_BYTE))

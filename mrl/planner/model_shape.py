@@ -1,8 +1,8 @@
 """Sizes of one model: widths, number of layers, and the shape of every parameter.
 
 The planner computes bytes and seconds from these sizes. ModelShape.of reads the widths from the Architecture of the model, and
-the shapes of the parameters from the conversion table of its family. It does this once, so a search can evaluate thousands of
-layouts quickly.
+the shapes of the parameters from the conversion table of its family. A search reads them only once, so that it can evaluate
+thousands of layouts quickly.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class IndexerShape:
 
     @classmethod
     def of(cls, arch: Architecture, rows: Sequence[ParamMapping]) -> IndexerShape | None:
-        """Return the sizes of the indexers, or None if attention is not sparse. `rows`: rows of the indexer's weights."""
+        """Return the sizes of the indexers, or None if attention is not sparse. `rows`: their rows of the conversion table."""
         if not arch.has_sparse_attention:
             return None
         t = arch.transformer
@@ -114,13 +114,13 @@ class TowerShape:
     blocks: int
     gated: bool  # whether the MLPs have a gate, and the norms are RMSNorms
     features: int  # number of decoder layers to whose outputs the tower adds features
-    patches: int  # number of patches of one image token
-    values: int  # number of values of one patch
+    patches: int  # number of patches that the tower merges into one image token
+    values: int  # number of pixel values of one patch
     trained: bool
 
     @classmethod
     def of(cls, arch: Architecture, rows: Sequence[ParamMapping], trained: bool) -> TowerShape | None:
-        """Return the sizes of the tower, or None if the model reads no images. `rows`: rows of the tower's parameters."""
+        """Return the sizes of the tower, or None if the model reads no images. `rows`: its rows of the conversion table."""
         if arch.vision is None:
             return None
         sizes, vision = arch.sizes, arch.vision
@@ -153,7 +153,7 @@ class ModelShape:
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
     qk_norm: bool  # whether attention normalizes the queries and keys of each head
-    projection_norms: bool = False  # whether attention normalizes the queries of all heads together, and also the keys
+    projection_norms: bool = False  # whether one norm covers the queries of all heads, and another the keys of all heads
     pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
     fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
     clamped_gates: bool = False  # whether gates and up projections are clamped
@@ -186,7 +186,7 @@ class ModelShape:
     ) -> ModelShape:
         """Return the sizes of the model `arch`.
 
-        `family`: model family, which has the table of the model's parameters. `train_vision`: whether the vision tower of an
+        `family`: model family, which has the conversion table of the model. `train_vision`: whether the vision tower of an
         image model is trained. `hidden_dropout`: megatron.hidden_dropout.
         """
         t, rows = arch.transformer, [row for row in family.rows(arch) if not row.megatron.startswith(VISION_PREFIX)]
@@ -257,7 +257,7 @@ class ModelShape:
 
     @property
     def blocks_per_layer(self) -> int:
-        """Number of blocks of each layer: 2, or 1 if each layer has either attention, a recurrence, an MLP, or experts."""
+        """Number of blocks of each layer: 2, or 1 if each layer has only attention, a recurrence, an MLP, or experts."""
         return len(self.kinds[0].blocks)
 
     @cached_property
@@ -370,7 +370,7 @@ class ModelShape:
         """Number of multiply-adds for the attention scores and values of one sequence in one layer, divided by L**2.
 
         L is the number of tokens of the sequence. The attention is causal. In sparse attention, trainers compute the products
-        with all keys. The products of the indexers are included, as a mean of the layers with attention.
+        with all keys. The result includes the products of the indexers, as a mean over the layers with attention.
         """
         of_indexer = (
             sum(self.indexer.layers) * self.indexer.pair_macs / self.num_attention_layers if self.indexer else 0
@@ -378,7 +378,7 @@ class ModelShape:
         return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
     def attended_squares(self, squares_per_token: float) -> float:
-        """Return the mean of `squares_per_token` over the layers. In layers with a window, it is at most 2 * `window`.
+        """Return the mean over the layers of `squares_per_token`, which a layer with a window limits to 2 * `window`.
 
         `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a sequence. A token
         attends to `squares_per_token` / 2 tokens on average. In a layer with a window, it attends to at most `window` tokens.

@@ -94,7 +94,10 @@ class ParameterShape:
 def parameter_shapes(
     rows: Sequence[ParamMapping], arch: Architecture, float32: tuple[str, ...] = ()
 ) -> tuple[ParameterShape, ...]:
-    """Return the shapes of these rows of the conversion table, in MODULE_ORDER. `float32`: Family.engine_float32_tensors."""
+    """Return the shapes of the parameters of these rows of the conversion table, in MODULE_ORDER.
+
+    `float32`: suffixes of the names of the Hugging Face tensors that SGLang stores in float32 (Family.engine_float32_tensors).
+    """
     shapes = (replace(parameter_shape(row, arch), float32_in_engine=row.hf[0].endswith(float32)) for row in rows)
     return tuple(sorted(shapes, key=_module_position))
 

@@ -109,7 +109,7 @@ class Prediction:
         return float(self.step_s[skip:].mean())
 
     def tokens_per_s(self, skip: int = 0) -> float:
-        """Return the response tokens per second on which steps trained, without the first `skip` steps."""
+        """Return the number of trained response tokens per second, without the first `skip` steps."""
         return float(self.tokens[skip:].sum() / self.step_s[skip:].sum())
 
 
@@ -345,12 +345,12 @@ class Scenario:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a step."""
+        """Mean seconds of a step, without the first `skip` steps."""
         return self.prediction.seconds(self.skip)
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens per second on which steps trained."""
+        """Number of trained response tokens per second, without the first `skip` steps."""
         return self.prediction.tokens_per_s(self.skip)
 
     @property

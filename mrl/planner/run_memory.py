@@ -1,8 +1,9 @@
-"""Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
+"""Predicts the GPU memory (in each phase of a step), host memory and disk space of a run, and whether the memory suffices.
 
-A GpuPhase describes the memory of one GPU of a pool during one phase. In most phases, one role is active. Roles that SGLang
-serves are active together, and so are the actor and the engines during a weight sync on shared GPUs. The other roles of the
-pool are offloaded. A GpuPhase includes the memory that the offloaded roles still use on the GPU.
+A GpuPhase describes the memory of one GPU of a pool during one phase. In most phases, one role is active, and the other roles
+of the pool are offloaded. There are two exceptions: all roles that SGLang serves are active together, and the actor is active
+together with the engines during a weight sync on shared GPUs. A GpuPhase includes the memory that the offloaded roles still
+use on the GPU.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class HostMemory:
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the weights of the previous push, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
-    teachers: int  # output layers of teachers, and their hidden states for a step in Ray's object store
+    teachers: int  # output layers of teachers; in Ray's object store: hidden states of teachers for one step
     engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
     pixels: int = 0  # pixel values of prompts in Ray's object store, and in the packs of the actor's ranks
 
@@ -236,7 +237,7 @@ def model_shape(config: Config, hf: HFConfig, arch: Architecture) -> ModelShape:
 
 
 def trainer_settings(config: Config, context: int, role: str = "actor", **fields: Any) -> TrainerSettings:
-    """Read from a config the settings that determine the memory of a trainer rank. `role`: the model of the rank.
+    """Read from a config the settings that determine the memory of a trainer rank. `role`: role of the rank's model.
 
     `context`: number of tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
     """

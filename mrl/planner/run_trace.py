@@ -90,8 +90,8 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
     alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this function
     repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
 
-    The fitted coefficients are a, c - d and d, and none is negative. So d <= c: a prefilled token takes no longer than a decoded
-    token. Without this bound, d would be undetermined if prompts are short.
+    The fitted coefficients are a, c - d and d, and the fit keeps them at 0 or more. So d <= c: a prefilled token takes no
+    longer than a decoded token. Without this bound, d would be undetermined if prompts are short.
     """
     features = [_engine_features(step, num_engines, max_running) for step in steps]  # for each step [engines, 3]
     seconds = np.array([step.engine_s for step in steps])

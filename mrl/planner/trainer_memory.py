@@ -233,8 +233,8 @@ def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, i
     """Return the largest number of bytes that a sender needs for the merged weight of one linear layer.
 
     Three tensors exist at a time: the merged weight, its Hugging Face matrices, and the Hugging Face matrices of the previous
-    linear layer. While W + (alpha / rank) B A is computed in float32, there are four more tensors, with a limited number of
-    elements.
+    linear layer. While W + (alpha / rank) B A is computed in float32, there are four more tensors, each with at most
+    MERGED_ELEMENTS elements.
     """
     adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
     shards = [
@@ -353,7 +353,10 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
 def mtp_head_bytes(
     shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, copies_embedding: bool
 ) -> int:
-    """Return the bytes of the heads of MTP layers: hidden states, a chunk of logits, and the copy of the embedding if needed."""
+    """Return the bytes of the heads of MTP layers: hidden states and a chunk of logits for each of these layers.
+
+    `copies_embedding`: whether the result also includes a copy of the embedding for the MTP layers.
+    """
     rows = -(-shape.vocab // batch.tp)
     chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
     hidden = 2 * batch.tokens * shape.hidden * batch.itemsize
@@ -367,9 +370,9 @@ def _distillation_bytes(
     """Return the bytes of distillation over the whole vocabulary (parallel.distillation), without the policy's hidden states.
 
     The result includes the output layers of the teachers, and the hidden states of the teachers for one micro-batch. `chunk`:
-    bytes of a chunk of logits. `sampled`: bytes of a loss on sampled tokens. Each teacher, and the loss on sampled tokens, give
-    a gradient of the head's weight, unless the head is frozen. These gradients are computed one after another, and the sum of
-    the earlier gradients stays in memory.
+    bytes of a chunk of logits. `sampled`: bytes of a loss on sampled tokens. If the head is trained, the backward pass computes
+    one gradient of its weight for each teacher, and one for the loss on sampled tokens. It computes these gradients one after
+    another, and the sum of the earlier gradients stays in memory.
     """
     rows = -(-shape.vocab // batch.tp)
     weight_gradient = rows * shape.hidden * batch.itemsize if settings.trains_weights else 0

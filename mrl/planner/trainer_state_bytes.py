@@ -3,7 +3,7 @@
 Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense
 parameters and one buffer for its experts. A buffer has the parameters in the reverse order of the modules, and every parameter
 begins at a multiple of 64 elements. Usually, a buffer is one bucket. With a tied embedding under pipeline parallelism, each
-copy of the embedding is a bucket of its own, and the parameters before the copy and after the copy are further buckets. The
+copy of the embedding is a bucket of its own. The parameters before the copy are another bucket, as are those after it. The
 number of elements of a bucket is a multiple of 128 and of the number of ranks that shard the optimizer state of this bucket.
 Each rank stores the AdamW moments for one shard of each bucket. If the model weights have 16 bits, the rank also stores fp32
 main weights for these shards.
@@ -315,7 +315,7 @@ def _padded_numel(parameters: list[ParameterShape], ranks: int) -> int:
 def _embedding_and_head_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
     """Return the number of elements in flat buffers: (of the parameters before the layers, of the parameters of `_last_sizes`).
 
-    `one_stage`: the embedding and the head are on the same virtual stage.
+    `one_stage`: whether the embedding and the head are on the same virtual stage.
     """
     last = sum(map(_padded, _last_sizes(shape, tp, VirtualStage(0, 0, one_stage, True), head)))
     return _padded_numel([p for p in shape.parameters if p.location == "first"], tp), last

@@ -12,7 +12,7 @@ from mrl.rewards.reward_types import CombinedReward, Response, Reward, Score
 ATTRIBUTES = {"source": "data_source", "ability": "ability", "style": "style"}
 """Key of a route in the config -> attribute of a response, which is compared with the patterns of this key."""
 PLAIN_TERM = "reward"
-"""Name of the single term of a score whose reward is not a weighted sum. GDPO uses the same name for a reward without parts."""
+"""The only key of Score.terms if the inner reward is not a weighted sum. GDPO uses the same name for a reward without parts."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class BySource(CombinedReward):
     `default` scores the responses that no pattern matches. Without `default`, such a response has a failed score, and a run
     whose data has such a row does not start.
 
-    A score keeps the parts that the inner reward returned. If the inner reward is a weighted sum, the score has the terms of the
-    sum; otherwise it has the term `reward`.
+    A score keeps the parts that the inner reward returned. If the inner reward is a weighted sum, Score.terms has the terms of
+    the sum; otherwise it has a single term with the name `reward`.
 
     Raises ValueError if `rewards` is empty or an entry is invalid.
     """

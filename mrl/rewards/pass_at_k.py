@@ -15,7 +15,7 @@ MAX_SAMPLES = 1000
 """Largest number of responses to a prompt. From 1030 responses on, binomial coefficients overflow float64."""
 
 # The suffix of an array's name gives its axes: y is a node of the quadrature, m is a number of drawn responses, d is a number of
-# drawn responses that have the same answer, and j is a number of answers of the same size.
+# drawn responses that have the same answer, and j is a number of answers that are given by equally many responses.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -106,12 +106,12 @@ def _products_without_one_contender(
     max_m: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield `(size, product)` for each size in `sizes`. The product omits one contender of this size: the answer itself.
+    """Yield `(size, product)` for each size in `sizes`: the product over all contenders except one contender of this size.
 
-    A contender is an answer that can get `votes` votes. The product is `ways_ym` times the polynomials of all other contenders.
-    `ways_ym` has a row for each node of y and a column for each number m of drawn responses. `contenders` are pairs (size, count
-    of contenders of this size). The list is halved recursively, because all sizes of one half share the product of the other
-    half.
+    A contender is an answer that can get `votes` votes. The omitted contender is the answer whose ways to win are counted. The
+    product is `ways_ym` times the polynomials (see _multiply_by_contenders) of all other contenders. `ways_ym` has a row for each
+    node of y and a column for each number m of drawn responses. `contenders` are pairs (size, count of contenders of this size).
+    The list is halved recursively, because all sizes of one half share the product of the other half.
     """
     if not any(size in sizes for size, _ in contenders):
         return

@@ -27,16 +27,16 @@ class RetryableError(RemoteError):
     """The service answered with a status that may be temporary: 408, 425, 429 or 5xx."""
 
 
-_SERVERS: dict[str, list[str]] = {}  # name of a model of the key `roles` -> URLs of its servers
+_SERVERS: dict[str, list[str]] = {}  # name of a model under the config key `roles` -> URLs of its servers
 
 
 def set_servers(role: str, urls: Sequence[str]) -> None:
-    """Record the URLs at which SGLang serves a model of the key `roles`. The process that owns the servers calls this."""
+    """Record the URLs at which SGLang serves a model under the config key `roles`. The owner of the servers calls this."""
     _SERVERS[role] = list(urls)
 
 
 def called_roles(reward: Reward) -> list[str]:
-    """Return the names of the models of the key `roles` that a reward, or an inner reward of it, calls."""
+    """Return the names of the models under the config key `roles` that a reward, or an inner reward of it, calls."""
     return [name for each in single_rewards(reward) if (name := getattr(each, "role", ""))]
 
 
@@ -44,9 +44,9 @@ def called_roles(reward: Reward) -> list[str]:
 class HttpService:
     """Base class of rewards that call an HTTP service. It limits the concurrency and the time of calls, and repeats failed calls.
 
-    The service is at `url`, or it is a model of the key `roles` that the run itself serves. The calls are distributed over all
-    servers of such a model. A failed call is repeated after a network error, a timeout, or an answer with the status 408, 425,
-    429 or 5xx. The pauses between attempts grow.
+    The service is at `url`, or it is a model under the config key `roles` that the run itself serves. The calls are distributed
+    over all servers of such a model. A failed call is repeated after a network error, a timeout, or an answer with the status
+    408, 425, 429 or 5xx. The pauses between attempts grow.
 
     Raises ValueError if both or neither of `url` and `role` are given, the URL is malformed, or a limit is not positive.
     Also raises ValueError if the environment variable that `api_key_env` names is not set, or if its value is not allowed in an
@@ -56,11 +56,12 @@ class HttpService:
     needs_server: ClassVar[bool] = True
 
     url: str = ""  # base URL of the server, for example http://HOST:PORT
-    role: str = ""  # name of a model of the key `roles` that the run serves, in place of `url`
-    concurrency: int = 32  # number of concurrent calls
+    role: str = ""  # name of a model under the config key `roles` that the run serves, in place of `url`
+    concurrency: int = 32  # largest number of concurrent calls to the service
     timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call to `url`; calls to a `role` are repeated until `deadline_s`
-    deadline_s: float = 240.0  # time limit (s) for all responses of one call of the reward; unfinished calls then fail
+    # Time limit (s) of one call of the reward, for all its responses. Calls to the service that are unfinished then fail.
+    deadline_s: float = 240.0
     api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class Judge(HttpService):
 
     in_process: ClassVar[bool] = True  # the reward only waits for the network
 
-    model: str = ""  # name of the model on the server; not needed for a model of the key `roles`
+    model: str = ""  # name of the model on the server; not needed for a model under the config key `roles`
     template: str = JUDGE_TEMPLATE  # message to the judge; {prompt}, {response} and {ground_truth} are replaced
     # Regular expression that finds the number in the answer of the judge. The last match counts.
     pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"

@@ -306,7 +306,7 @@ class Weighted(CombinedReward):
         return dict.fromkeys(self.inner_rewards, range(len(responses)))
 
     def missing_part(self, name: str) -> str:
-        """Return a list of the parts, or "" if a part has this name or may have an inner part with this name."""
+        """Return a reason that lists the parts, or "" if a part has this name or may have an inner part with this name."""
         if any(name == part or name.startswith(f"{part}_") for part in self.parts):
             return ""
         return f"its parts are {', '.join(sorted(self.parts))}"

@@ -147,7 +147,7 @@ def _silence_warnings() -> None:
 # Pattern of an option letter, which may be inside brackets or markup. Possessive quantifiers (`*+`) prevent exponential
 # backtracking on responses with many brackets.
 _WRAPPED = r"[\s$*_`\"'({\[]*+(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*+\{\s*+)*+[\s(]*+([%s])(?![A-Za-z'’])"
-_FORMS = (  # forms of an answer, in order of priority, where %s is a wrapped letter. The last match of a form counts
+_FORMS = (  # forms of an answer, in order of priority; %s stands for the pattern _WRAPPED. The last match of a form counts
     r"\\boxed\s*+\{%s",
     r"<answer>%s",
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",

@@ -394,7 +394,7 @@ def _open_files(thread: str) -> Iterator[os.stat_result]:
 
 
 def _is_exiting(thread: str) -> bool:
-    """Return whether a thread is exiting. The files in its /proc folder then belong to root for a moment."""
+    """Return whether a thread is exiting. While a thread exits, the files in its /proc folder belong to root."""
     try:
         flags = int(Path(f"{thread}/stat").read_bytes().rpartition(b")")[2].split()[6])
     except OSError:

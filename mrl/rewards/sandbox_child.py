@@ -25,7 +25,7 @@ RESTRICTED = b"restricted"  # message on the status pipe: all restrictions are i
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock
 # File rights of Landlock.
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-# ABI version of Landlock -> bit mask of all file rights that exist from this version on.
+# ABI version of Landlock that adds file rights -> bit mask of all file rights that exist in this version.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 # Rights in the temporary folder: they allow plain files, but no subfolders.
 _WORK_RIGHTS = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
@@ -93,9 +93,10 @@ def restrict_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Lower the soft and hard limits of resources. `limits`: NAME of RLIMIT_NAME -> limit. Limits that are already lower stay.
+    """Lower the soft and hard limits of resources. Limits that are already lower stay unchanged.
 
-    The limit of core dumps is 1 byte. With any other limit, even 0, the kernel may start a program that handles core dumps.
+    `limits`: name of a resource without the prefix RLIMIT_ -> limit. The limit of core dumps is 1 byte. With any other limit,
+    even 0, the kernel may start a program that handles core dumps.
     """
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")

@@ -88,7 +88,7 @@ class ArgumentCondition:
     argument: int  # index
     values: tuple[int, ...]
     mask: int = _ALL
-    is_64_bit: bool = False  # for pointers: the upper half of the argument must be zero
+    is_64_bit: bool = False  # True for pointers: the upper half of the argument must be zero
 
 
 @dataclass(frozen=True)

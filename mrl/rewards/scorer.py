@@ -48,7 +48,7 @@ _rewards: list[Reward] | str = []  # only set in a worker process: the rewards, 
 
 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Limit the memory of a worker process, load the rewards, and make the process end with the owner of the pool."""
+    """Limit the memory of a worker process, load the rewards, and make the process end when the owner of the pool ends."""
     global _rewards
     forward_warnings("reward")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM must also end code that never returns to the interpreter
@@ -186,7 +186,7 @@ def _leftovers() -> list[psutil.Process]:
     if server is None:
         return []
     left = _not_of_pools(descendants(server))
-    # A young process may be a worker of another pool that multiprocessing has not registered yet.
+    # A process that has just started may be a worker of another pool, which multiprocessing has not registered yet.
     if left and (wait_s := REGISTRATION_S - min(map(_age_s, left))) > 0:
         time.sleep(wait_s)
         left = _not_of_pools(left)
@@ -204,7 +204,7 @@ def _age_s(process: psutil.Process) -> float:
     """Return the seconds since a process started; infinity if it has ended.
 
     The start time and the current time are seconds since the boot of the machine. psutil's create_time can be wrong by a second,
-    because the kernel rounds the date of the boot.
+    because the kernel rounds the time of the boot.
     """
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 TRAINING, HELD_OUT = 0, 1
-"""`response_seed` identifies a response by a tuple of integers. In a training run, the first integer is one of these constants.
+"""First integer of the tuple of integers by which `response_seed` identifies a response of a training run.
 
 The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
 among the responses to this prompt). The tuple is empty for the greedy response to a training prompt, because this response
@@ -139,9 +139,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, node: Mapping[str, Any], key: str, base: SamplingParams) -> SamplingParams:
-        """Return `base` with the values of the config node `node`, which has keys of SAMPLING_KEYS. `key`: config key of `node`.
+        """Return a copy of `base` with the values of the config node `node`. `key`: config key of `node`, for error messages.
 
-        Raises ValueError for an invalid value. The error message names the config key of the value.
+        The keys of `node` are keys of SAMPLING_KEYS. Raises ValueError, which names the config key, for an invalid value.
         """
         chosen: dict[str, Any] = {}
         for name, value in node.items():
@@ -384,7 +384,7 @@ class EngineClient(EngineControl):
     ) -> Completion:
         """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt. `adapter`: as in the request."""
         info = answer["meta_info"]
-        # A request keeps its adapters until it ends, so report the version of these adapters. The server may have a newer one.
+        # A request keeps its adapters until it ends, so report the version of these adapters. The server may have newer ones.
         if adapter is not None:
             info = info | dict(weight_versions=None, weight_version=str(adapter_version(adapter)))
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; the limit doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -72,7 +72,7 @@ class PooledEngine:
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
     log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
-    expected_work: float = 0.0  # work of the pending requests: tokens if the caller estimates them, otherwise responses
+    expected_work: float = 0.0  # work of the pending requests, in tokens if the caller estimates tokens, otherwise in responses
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
@@ -124,11 +124,11 @@ class EnginePool:
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
         self._num_replaced = 0  # engines that `take_failed` has returned since the last call of `take_metrics`
-        self._num_retried = self._num_retried_before = 0  # retried responses: so far, and until the last `take_metrics`
+        self._num_retried = self._num_retried_before = 0  # retried responses: now, and at the last `take_metrics`
 
     @property
     def paused(self) -> bool:
-        """Whether the driver has paused the engines. `_check_heartbeat` then checks only that their processes run."""
+        """Whether the driver has paused the engines. In a pause, `_check_heartbeat` checks only that their processes run."""
         return self._paused
 
     @paused.setter
@@ -386,7 +386,7 @@ class EnginePool:
     ) -> list[Completion]:
         """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions.
 
-        In `cache`, the index of a prompt is the serial number of its response.
+        In `cache`, the response to the prompt with index i has the serial number i.
         """
 
         def pick[T](values: Sequence[T], indices: Sequence[int]) -> list[T]:
@@ -414,7 +414,7 @@ class EnginePool:
     ) -> list[Trajectory]:
         """Sample like `generate_multi_turn`, but spread the prompts evenly over the engines, and wait for the responses.
 
-        In `cache`, the index of a prompt is the serial number of its response.
+        In `cache`, the response to the prompt with index i has the serial number i.
         """
 
         async def run() -> list[Trajectory]:

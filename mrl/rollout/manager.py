@@ -158,7 +158,7 @@ class RolloutManager:
         self._buffer_capacity = spec.buffer_capacity
         self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
-        # The prompt requests that no step has taken, each as in RolloutWorker.resume
+        # The prompt requests that no step has taken, each as a tuple that RolloutWorker.resume takes
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
@@ -233,7 +233,7 @@ class RolloutManager:
         """Compute the advantages of the groups that `generate` has returned last, and the columns that the losses need.
 
         Args:
-            columns: name of a column -> handles of its parts; each replica computed one part.
+            columns: name of a column -> handles of its parts; each data-parallel replica computed one part.
             kl_coef: coefficient of the KL penalty in the reward.
             step: index of the training step.
             rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.

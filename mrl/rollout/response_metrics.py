@@ -160,9 +160,9 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter the trained responses are because steps take the groups that finish first.
 
-    The groups on which the last `num_steps` steps trained are compared with equally many groups whose prompts were drawn one
-    after another. The mean length of a dropped group is unknown. Instead, the class uses an underestimate: the largest mean
-    length among the groups on which the same step trained.
+    The groups on which the last `num_steps` steps trained are compared with the same number of groups whose prompt requests
+    have consecutive serial numbers. The mean length of a dropped group is unknown. In its place, the class uses an
+    underestimate: the largest mean length among the groups on which the step that dropped the group trained.
     """
 
     num_steps: int = 4  # number of compared steps: the current step and the steps before it
@@ -174,8 +174,8 @@ class LengthBias:
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
         """Add a step, and return the metric `rollout/trained_length_ratio`.
 
-        The metric is (mean length of the trained groups) / (mean length of the groups drawn one after another). It is 1 if
-        there is no bias. `finished`: serial number of the prompt request -> sampled group that waits in the staleness buffer.
+        The metric is (mean length of the trained groups) / (mean length of the groups with consecutive serial numbers). It is 1
+        if there is no bias. `finished`: serial number of a prompt request -> sampled group that waits in the staleness buffer.
         """
         trained = [_mean_length(group) for group in step.groups]
         self._lengths |= dict(zip(step.numbers, trained, strict=True))
@@ -188,7 +188,7 @@ class LengthBias:
         return {"rollout/trained_length_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
-        """Return the mean lengths of the last `count` prompt requests before `end`.
+        """Return the mean lengths of the groups of the last `count` prompt requests before `end`.
 
         `end` is the serial number of the first prompt request whose group is not sampled yet. Also deletes the lengths
         of the requests before `end - 4 * count`.
@@ -229,7 +229,7 @@ class HeldOutEvaluation:
 
 
 def held_out_section(name: str) -> str:
-    """Return the config section that limits the responses to a held-out set. The name of data.test is ""."""
+    """Return the config section that limits the length of responses to a held-out set. The name of data.test is ""."""
     return f"data.test_sets.{name}" if name else "rollout"
 
 
@@ -280,7 +280,7 @@ class HeldOutResponses:
         return found
 
     def _parts(self) -> Iterator[tuple[str, slice]]:
-        """Yield (name of a set, its responses); the name of all sets together is ""."""
+        """Yield (name of a set, slice of the responses to its prompts). The name of all sets together is ""."""
         start = 0
         for name, rows in self.rows.items():
             end = start + self.evaluation.sampling.n * len(rows)

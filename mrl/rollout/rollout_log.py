@@ -287,7 +287,7 @@ def _find_damage(path: Path) -> str | None:
 
 
 def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
-    """Return one hash for each prompt with its response. The ledger identifies samples by this hash."""
+    """Return one hash for each prompt with its response. The ledger (ledger.jsonl of a run) identifies samples by it."""
     return np.array(
         [
             xxhash.xxh3_64_intdigest(np.array([*sample.prompt, -1, *sample.trajectory.token_ids], np.int64).tobytes())

@@ -241,7 +241,7 @@ class RolloutPipeline:
             self.buffer.admit(rows[missing], version, None if sizes is None else sizes[missing])
 
     def send_requests(self, version: int) -> None:
-        """Send the prompt requests that are not sent yet to the engines. `version`: weight version that the engines serve.
+        """Send the engines all prompt requests that have not been sent yet. `version`: weight version that the engines serve.
 
         A prompt request is sent only if its `min_weight_version` <= `version`.
         """
@@ -331,7 +331,7 @@ class RolloutPipeline:
         self._unscored.put(None)
 
     async def _sample(self, requests: list[PromptRequest], num_restarts: int) -> None:
-        """Sample the groups of one list of GroupSampler.split, and pass them to the scoring thread."""
+        """Sample the groups of `requests`, one list of GroupSampler.split, and pass the groups to the scoring thread."""
         try:
             with self._overlap.during("sampling"):
                 groups = await self._sampler.sample(requests)
@@ -378,7 +378,7 @@ class RolloutPipeline:
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error. If an error is stored already, it is replaced only if it is a NoEngineError."""
+        """Make `wait_step` raise this error. It replaces a stored error only if the stored error is a NoEngineError."""
         if self._error is None or isinstance(self._error, NoEngineError):
             self._error = error
         self._changed.notify_all()

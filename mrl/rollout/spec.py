@@ -32,7 +32,7 @@ class ServerGroup:
     max_replacements: int  # how often EngineServers.wait_ready replaces a server that ends before it is ready
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
-    # `slots(i)` returns the device slots of the server with index i. None: servers are children of the pool's process.
+    # `slots(i)` returns the device slots of server i. None: servers are children of the process that starts them.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the servers
 

@@ -270,7 +270,7 @@ def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
 
 
 def offline_groups(rows: OfflineRows | None, step: int) -> list[Group]:
-    """Return the groups that this step, counted from 0, gets from the file. Sample.row is -1 minus the row number in the file."""
+    """Return the groups that `step` (from 0) gets from data.offline.path. Sample.row is -1 minus the row number there."""
     found = rows.of_step(step) if rows else []
     return [Group([_sample(row, step) for row in group]) for group in found]
 
@@ -282,7 +282,7 @@ def _sample(row: OfflineRow, step: int) -> Sample:
 
 
 def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
-    """If rewards have parts, also give the last `num_offline` responses a part, PLAIN_TERM, which equals their reward.
+    """Add the rewards of the last `num_offline` responses as the part PLAIN_TERM, if the other rewards have parts.
 
     An estimator that reads only the parts, such as GDPO (docs/concepts/algorithms.md), would otherwise ignore the rewards of the
     file.

@@ -4,7 +4,7 @@ A point is one run of a sweep, given by the overrides of the swept keys. FOLDER 
 `mrl train` with run.dir=FOLDER/N. All state of point N is in FOLDER/N, for points on this machine and for points in Slurm jobs.
 
 `python -m mrl.sweep.points FOLDER INDEX [OVERRIDE ...]` runs one point. It writes the terminal output to terminal.log in the
-point's folder. At the end it writes the exit status to status.json. A preempted point writes none, because it has to run again.
+point's folder. At the end it writes the exit status to status.json. A preempted point writes no status.json: it must run again.
 """
 
 import csv

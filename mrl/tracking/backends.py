@@ -77,7 +77,7 @@ class ThreadedSink(ABC):
 
     def __init__(self, run: TrackedRun, *, deadline_s: float = 30.0) -> None:
         self.run, self.deadline_s = run, deadline_s
-        # An item is (step, metrics), or a step after which the tracker discards all steps, or None, which ends the thread.
+        # The meaning of an item: (step, metrics): write them; a step: discard all later steps; None: end the thread.
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
         self._takes_samples, self._failed = True, False
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -256,8 +256,8 @@ class WandbSink(ThreadedSink):
     def _first_unsure_step(self) -> int:
         """Return the step after the last step that wandb has.
 
-        Offline, wandb does not know the steps of earlier processes, but their files contain them. The file of a killed process
-        lacks its last steps (less than one block), or has no steps if the process was killed in wandb.init.
+        Offline, wandb does not know the steps of earlier processes, so this method reads their files. The file of a killed
+        process lacks its last steps, because wandb writes only whole blocks, or has no steps if it was killed in wandb.init.
         """
         if wandb_mode() == "online":
             return self._wandb_run.step
@@ -302,7 +302,7 @@ class TensorBoardSink(ThreadedSink):
         folder = self.run.folder / "tensorboard"
         self._has_steps = folder.exists()  # whether an earlier process of the run wrote steps
         self._writer = EventFileWriter(str(folder))
-        if self._has_steps:  # the last step may be missing, so discard it and write it again
+        if self._has_steps:  # it is unknown whether the files have the last step, so discard it and write it again
             self._rewind(self.run.last_step - 1)
         lines = (f"    {key}: {value}" for key, value in flatten_config(self.run.config))
         self._write_text("config", self.run.last_step, "\n".join(lines))
@@ -427,8 +427,7 @@ TRACKER_SINKS: dict[str, type[ThreadedSink]] = {sink.name: sink for sink in (Wan
 def default_run_name(name: str, folder: Path) -> str:
     """Return a name that distinguishes runs in a tracker: the name of the run, and the name of its folder.
 
-    The folders of a sweep's points have only numbers as names. For a point, the result also contains the name of the sweep's
-    folder.
+    In a sweep, the name of a run's folder is only a number, so the result also contains the name of the sweep's folder.
     """
     folder = folder.resolve()
     parts = [folder.parent.name, folder.name] if folder.name.isdigit() else [folder.name]

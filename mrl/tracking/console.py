@@ -45,7 +45,7 @@ class ConsoleSink:
         console: Any = None,
         startup: "Startup | None" = None,
     ) -> None:
-        """Prepare the display. The live display starts when the first metrics arrive that are not eval/*.
+        """Prepare the display. The live display starts when the first metrics other than eval/* arrive.
 
         Args:
             total: number of steps of the run.

@@ -28,8 +28,8 @@ ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entrop
 MISMATCH_NATS = 0.05  # absolute limit
 MISMATCH_GROWTH = 5.0  # limit as a multiple of the mean difference in the first steps
 # A gradient norm has exploded if it exceeds this factor times the larger of two norms: of the first steps, and of the best
-# earlier step. The norms of the first steps alone are too small for a run in which hardly any response is right at first,
-# because most advantages are 0 then.
+# earlier step. The norms of the first steps alone are not a good reference: if hardly any response is right at first, most
+# advantages are 0, so these norms are very small.
 GRAD_NORM_GROWTH = 20.0
 # The mean reward has collapsed if its fall since the best step exceeds both of these limits:
 REWARD_LOST = 0.75  # fraction of the rise from the first steps to the best step

@@ -39,7 +39,7 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
 SHOWN_STEPS = 24  # number of last steps that are shown
 ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
-SHOWN_PROBLEMS = 5  # at most this many warnings and errors of the driver are shown, and as many of all other processes
+SHOWN_PROBLEMS = 5  # largest number of shown warnings and errors: of the driver, and again of all other processes together
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
@@ -225,7 +225,7 @@ class LiveRun:
         return ProcessView(*identity, text, others, since, use, load)
 
     def _elapsed_s(self, events: Sequence[dict[str, Any]], started_at: float | None, is_live: bool) -> float | None:
-        """Return the time since the last start; for an ended run, the time from the last start to the end or to the last step."""
+        """Return the time since the last start; for an ended run, until its recorded end, or else until its last step."""
         starts = [each["time"] for each in events if each.get("event") != "end" and _is_number(each.get("time"))]
         begin = started_at if started_at is not None else starts[-1] if starts else None
         if begin is None:

@@ -153,7 +153,7 @@ def read_engine_load(pid: int) -> EngineLoad | None:
 
 
 def _read_loads(path: Path) -> list[dict]:
-    """Return the load of each scheduler in one file. A slot that SGLang is writing at this moment is skipped."""
+    """Return the load of each scheduler, read from its slot in the file. A slot that SGLang is writing now is skipped."""
     content, loads = path.read_bytes(), []
     magic, version, count, slot_bytes = (
         LOAD_HEADER.unpack_from(content) if len(content) > LOAD_HEADER.size else (b"", 0, 0, 0)

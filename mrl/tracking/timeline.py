@@ -4,7 +4,7 @@ The file has Chrome's trace event format, which the document "Trace Event Format
 (ui.perfetto.dev) and chrome://tracing show such files. All times come from the clocks of the machines. The module assumes that
 these clocks are synchronized.
 
-The sentences of the summary say which phases take the time of a step, and which rank is slowest.
+The summary consists of sentences. They say how a step's time is divided among its phases, and which rank is slowest.
 """
 
 import logging
@@ -376,9 +376,9 @@ def _slowest_rank_sentence(ranks: Sequence[RankWork]) -> str:
 
 
 def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> list[str]:
-    """Say which fraction of the weight sync is spent on sending, and on waiting for engines. Both are maxima over the ranks.
+    """Say which fraction of the weight sync is spent on sending, and which on waiting for engines.
 
-    `total_s`: seconds of the weight syncs of all steps.
+    Each of the two fractions is the maximum over the ranks. `total_s`: seconds of the weight syncs of all steps.
     """
     senders = [
         [span for span in timeline.of_kind("weight_sync") if span.name in ("send bucket", "wait for engines")]

@@ -105,7 +105,7 @@ Points = dict[int, float]  # step -> value
 SMOOTHED_STEPS = 10  # number of steps in the moving average of the curve
 HELD_OUT = ("eval/reward_sampled", "eval/reward_greedy")  # mean rewards of all held-out prompts
 STYLES = (("#E45756", "o"), ("#54A24B", "D"), ("#F58518", "s"), ("#B279A2", "^"), ("#72B7B2", "v"), ("#9D755D", "P"))
-"""(color, marker) of each curve of a held-out reward. The picture has at most one such curve for each entry."""
+"""(color, marker) of each curve of a held-out reward. The picture has at most as many of these curves as STYLES has entries."""
 
 
 class CurveSink:

@@ -1,10 +1,10 @@
 """Adapter sync: trainer rank 0 writes the LoRA adapters to a folder, and the engines apply them to their base model.
 
 The engines load the base model once, from its Hugging Face folder. A push gathers the matrices A and B of all layers on rank 0,
-writes them as a folder of PEFT, and sends the path of this folder to each engine. So the requests of a push are small, and every
-engine rank reads the folder itself.
+writes them to a folder in the format of PEFT, and sends the path of this folder to each engine. So the requests of a push are
+small, and every engine rank reads the folder itself.
 
-Each push loads new adapters in addition to the older ones, under a name of its own. So the engines are not paused: a running
+Each push loads its adapters under a new name, in addition to older adapters. So the engines are not paused: a running
 request keeps the adapters with which it began, and waits only while its engine reads the folder. The identity of the adapters is
 a part of the keys of SGLang's prefix cache, so no request continues from a prefix that was computed with other adapters.
 """
@@ -31,9 +31,9 @@ UNLOAD_FRACTION = 0.5  # an engine may use this fraction of weight_sync.timeout_
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 GatherAdapters = Callable[[Callable[[NamedTensors], SyncReport]], SyncReport | None]
-"""Function that gathers the matrices A and B on rank 0, and there passes them to its argument as pairs (name in PEFT, matrix).
+"""Function that gathers the matrices A and B on rank 0, and takes a callback that gets them as pairs (name in PEFT, matrix).
 
-All ranks call the function. On rank 0, it returns the result of its argument. On the other ranks, it returns None.
+All ranks call the function. Rank 0 calls the callback and returns its result. The other ranks return None.
 """
 
 
@@ -65,7 +65,7 @@ class AdapterSync:
         """Load the current adapters into every engine, as weight version `version`. All ranks call this.
 
         A request uses the new adapters only if it names them. Their name is the field `adapter` of the report. This method
-        never pauses engines, so it treats offloaded engines, which are paused already, like all others.
+        neither pauses nor resumes engines, so `engines_offloaded` has no effect: offloaded engines stay paused.
         """
         return self._gather(lambda tensors: self._push(tensors, version)) or SyncReport()
 
@@ -95,10 +95,10 @@ class AdapterSync:
         )
 
     def _unload_old_adapters(self, engine: EngineControl) -> list[str]:
-        """Unload the adapters that no request of this run can use any more. Returns the names of the other adapters.
+        """Unload all adapters except the newest `max_loras_per_batch - 1`. Returns the names of the adapters that stay loaded.
 
-        A request uses the adapters that were the newest when it began (see `adapter_slots` in mrl.rollout.engines.server_args).
-        Raises EngineError if requests still use some of the old adapters after UNLOAD_FRACTION of the timeout.
+        No later step takes responses of the unloaded adapters (see `adapter_slots` in mrl.rollout.engines.server_args). Raises
+        EngineError if requests still use some of the adapters to unload after UNLOAD_FRACTION of the timeout.
         """
         deadline = time.monotonic() + UNLOAD_FRACTION * engine.timeout_s
         newest_first = sorted(engine.adapters(), key=push_number, reverse=True)

@@ -50,7 +50,7 @@ ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 def common_server_info(urls: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Return the server info of the first engine. All engines have the same device, dtype and parallel sizes.
+    """Check that all engines have the same device, dtype and parallel sizes, and return the server info of the first engine.
 
     Raises WeightSyncError if an engine does not answer, and ValueError if the engines differ.
     """
@@ -132,9 +132,10 @@ class Coordinator:
         return infos
 
     def check_plan(self) -> None:
-        """Have every engine read its part of the plan, and compare the destinations with the folder that the engine loaded.
+        """Have every engine read its part of the plan, and check the destinations in it.
 
-        See `misplaced_chunks` in mrl.weight_sync.receiver. Raises WeightSyncError if an engine fails.
+        Each destination must hold the values that the engine's Hugging Face folder has for it (see `misplaced_chunks` in
+        mrl.weight_sync.receiver). Raises WeightSyncError if an engine fails.
         """
         self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
         for rank in self.engine_ranks(self.alive):
@@ -155,7 +156,8 @@ class Coordinator:
     def begin_push(self, push: str, version: int, base: str | None) -> None:
         """Pause the engines and tell them to receive the buckets of `push`. Does not wait until the buckets arrive.
 
-        `base` is the earlier push to which the sent differences refer. It is None if the weights are sent in full.
+        If `base` is the name of an earlier push, this push sends differences from the weights of that push. If `base` is None,
+        this push sends the weights in full.
         """
         for index in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
             self._announce_failure(index, push)

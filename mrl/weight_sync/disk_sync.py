@@ -70,8 +70,8 @@ class DiskSync:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
 
         `engines_offloaded`: whether the engines had released their weights. Such engines stay paused, because they have no
-        KV cache yet. Raises WeightMismatchError if an engine on CPUs holds other weights than the folder has. Engines on GPUs
-        are not checked.
+        KV cache yet. Raises WeightMismatchError if the weights in an engine on CPUs differ from the weights in the folder.
+        Engines on GPUs are not checked.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()

@@ -19,14 +19,14 @@ from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
-# Further attempts to open a connection. A request is sent only over an open connection, so no request is sent twice.
+# Number of further attempts to open a connection. A request is sent only over an open connection, so no request is sent twice.
 CONNECT_RETRIES = 3
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
 MROPE_BUFFER = ".rotary_emb.axis_map"
-"""End of the name of a buffer that SGLang's interleaved multimodal RoPE computes from the config. It is not in the weights."""
+"""Suffix of a buffer's name. SGLang's interleaved multimodal RoPE computes this buffer from the config, not from weights."""
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 """Parts of an engine's GPU memory that can be released and allocated again.
@@ -103,7 +103,7 @@ class EngineControl:
         self._call("/release_memory_occupation", tags=list(tags))
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate released memory again. The values of weights in this memory are then undefined.
+        """Allocate released memory again. MemoryTag says which contents are lost; lost weights have undefined values.
 
         If the memory was not released before, the SGLang process exits.
         """
@@ -152,10 +152,10 @@ class EngineControl:
         return [card["id"] for card in self._get("/v1/models")["data"] if card.get("parent")]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load the LoRA adapters in a folder of PEFT in addition to the loaded ones. The engine must be able to read the folder.
+        """Load the LoRA adapters of a PEFT folder, in addition to all adapters that are loaded already.
 
-        Requests use the adapters if their field `lora_path` is `name`. The folder must exist until the adapters are unloaded,
-        because the engine maps its files into memory.
+        The engine must be able to read the folder. Requests use the adapters if their field `lora_path` is `name`. The folder
+        must exist until the adapters are unloaded, because the engine maps its files into memory.
         """
         self._call("/load_lora_adapter", lora_name=name, lora_path=folder)
 

@@ -1,7 +1,7 @@
 """Engine layout: which part of each Hugging Face tensor each rank of an SGLang engine holds, and in which parameter.
 
-The table of the model family says along which dimension each tensor is sharded, and which tensors SGLang fuses into one
-parameter. This module derives the shards of each rank from the table, without SGLang and without an engine.
+The table of the model family (its ParamMappings) says along which dimension each tensor is sharded, and which tensors SGLang
+fuses into one parameter. This module derives the shards of each rank from the table, without SGLang and without an engine.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class EngineLayout:
         return param, parts
 
     def _fused_name(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Return what `engine_names` has for tensor `name`, but before the prefixes and renames of the family are applied."""
+        """Return the pair that `engine_names` has for tensor `name`, before `renames` and `prefixes` change the parameter."""
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:
@@ -272,7 +272,10 @@ class EngineLayout:
         return shards
 
     def _scale_shard(self, shard: EngineShard) -> EngineShard:
-        """Return the shard with the block scales of a part of a matrix. Raises ValueError if SGLang cannot store it in blocks."""
+        """Return the shard of the block scales for `shard`, a part of a matrix.
+
+        Raises ValueError if SGLang cannot store this part in blocks.
+        """
         try:
             box = block_box(shard.box, self._hf_shapes[shard.name])
             rows_before, num_columns = shard.start[-2], shard.box.sizes[1]

@@ -74,7 +74,7 @@ class ReceiverSession:
     # The buckets in order of arrival, each with the destinations of its chunks
     buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
     recv_endpoint: RecvEndpoint | None = None
-    # Name of the push whose weights the model holds, verified by checksums. None: the weights are not verified
+    # Name of the push whose weights the model holds, if checksums have verified them. None: they are not verified
     verified_push: str | None = None
     headers: dict[str, BucketHeader] = field(default_factory=dict)  # headers of the current push, by Bucket.key
 
@@ -121,9 +121,9 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 
 def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Read this rank's part of the plan, and check its destinations against the Hugging Face folder that SGLang loaded.
+    """Read this rank's part of the plan, and check that its destinations hold the values of the folder that SGLang loaded.
 
-    The check is skipped if SGLang did not load the weights from a folder, or if a push has changed them.
+    The check is skipped if SGLang did not load the weights from a folder, or if a push has changed the weights.
     """
     from sglang.srt.runtime_context import get_model  # can be imported only inside SGLang
 
@@ -254,9 +254,10 @@ def _apply_delta(parameters: dict[str, Tensor], bucket: Bucket, destinations: li
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of the model by name, and those that only the draft model has, with DRAFT_PREFIX.
+    """Return the parameters of the model, and the parameters that only the draft model has, by name.
 
-    The draft model shares the embedding and the output layer of the model.
+    The names of the draft model's parameters get the prefix DRAFT_PREFIX. The draft model shares the embedding and the output
+    layer of the model, so these two are returned only once.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
     shared = {parameter.data_ptr() for parameter in own.values()}

@@ -32,7 +32,10 @@ _BLOCKS_AT_ONCE = 32  # number of blocks that a GPU hashes at once; this needs t
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
 ReadTensor = Callable[[str, Box], Tensor]
-"""Function of (name of a Hugging Face tensor, box). Returns the values of the box, which this trainer rank must have."""
+"""Function that takes the name of a Hugging Face tensor and a box. It returns the values in this box of the tensor.
+
+The trainer rank that calls the function must have these values.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class BucketSender:
 
 @dataclass
 class RelaySender(BucketSender):
-    """Sends over relays: trainer ranks pass each bucket on to each other, and each rank serves the engine rank on its own GPU.
+    """Sends buckets in two hops: from trainer rank to trainer rank, and from a trainer rank to the engine rank on its own GPU.
 
     Trainer ranks send bytes to each other in the trainer's default process group. Call `send_all` on all ranks, while the
     communicators of the trainer are not suspended (parallel.groups.suspend_communicators). A rank whose engine has failed still
@@ -217,7 +220,7 @@ def _weighted_sum(data: Tensor) -> Tensor:
     elif data.storage_offset() % 4:
         data = data.clone()
     of_position = _factors(0, _BLOCK_WORDS, data.device)
-    of_block = _factors(_BLOCK_WORDS, _BLOCKS_AT_ONCE, data.device)  # no block has the factor of a position
+    of_block = _factors(_BLOCK_WORDS, _BLOCKS_AT_ONCE, data.device)  # these numbers differ from all of `of_position`
     total = torch.full((), nbytes, dtype=torch.int64, device=data.device)
     for part in data.view(torch.int32).split(_BLOCK_WORDS * _BLOCKS_AT_ONCE):
         blocks = F.pad(part, (0, -len(part) % _BLOCK_WORDS)) if len(part) % _BLOCK_WORDS else part

@@ -67,7 +67,9 @@ from parallel.spans import span
 
 logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
-"""A trainer rank waits RANK_TIMEOUT_FACTOR * weight_sync.timeout_s for another trainer rank, which may wait for engines."""
+"""A trainer rank waits at most this many times weight_sync.timeout_s for another trainer rank.
+
+This is so long because the other rank may itself wait for engines."""
 
 LayoutOf = Callable[[EngineParallelSizes], EngineLayout]
 """Function that returns the layout of an engine with given parallel sizes."""
@@ -96,7 +98,7 @@ class TrainerWeights(Protocol):
 
 
 def negative_exp_reader(read: ReadTensor, names: Set[str]) -> ReadTensor:
-    """Return a function that reads -exp(x), in float32, in place of the values x of the tensors `names`."""
+    """Return a function like `read`, which however returns -exp(x) in float32 for each value x of the tensors `names`."""
 
     def read_value(name: str, box: Box) -> Tensor:
         return -read(name, box).float().exp() if name in names else read(name, box)
@@ -139,10 +141,10 @@ class LiveSync:
         `engines_offloaded`: whether the engines had released their weights. If so, the push sends all weights, not a difference,
         and the engines stay paused, because they have no KV cache yet.
 
-        The report says what this rank sent and which engines failed. Failed engines are out of service. If there are any, the
+        The report says what this rank sent and which engines failed. Failed engines are out of service. If engines failed, the
         caller must open a new session with the other engines and with replacements of the failed engines. If an engine holds
-        wrong weights after a push of all weights, all ranks raise WeightMismatchError. After a push of a difference, the report
-        has `must_repeat` instead.
+        wrong weights after a push of all weights, all ranks raise WeightMismatchError. If it holds wrong weights after a push
+        of a difference, no error is raised, but `must_repeat` of the report is True: the caller must push again.
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
@@ -283,7 +285,10 @@ type _ReceiverPart = list[tuple[Bucket, list[Destination]]]
 def _divide_plan(
     plan: TransferPlan, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation], relayed: bool
 ) -> tuple[list[_SenderPart], Iterator[_ReceiverPart]]:
-    """Return the parts of all trainer ranks and of all engine ranks. If `relayed`, engine ranks read slots on their own GPU."""
+    """Divide the plan into the parts of all trainer ranks and the parts of all engine ranks.
+
+    If `relayed`, each engine rank gets all its buckets from the trainer rank on its own GPU.
+    """
     parts = [plan.buckets_of_receiver(tp_rank) for tp_rank in range(plan.engine_tp)]  # the same in every engine
     if not relayed:
         by_sender = [_SenderPart(plan.buckets_of_sender(rank)) for rank in range(len(senders))]

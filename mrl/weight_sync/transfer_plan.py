@@ -27,7 +27,7 @@ from parallel.dims import ParallelDims
 
 ALIGNMENT = 16  # bytes; every chunk starts at a multiple of this, so that it can be viewed as any dtype
 MIN_CHUNK_BYTES = 1 << 20  # tensors are cut to balance the senders, but not into smaller chunks than this
-CHUNKS_PER_SENDER = 16  # a chunk has at most 1/16 of the average bytes per sender, but may always have MIN_CHUNK_BYTES
+CHUNKS_PER_SENDER = 16  # the size limit of chunks: 1/16 of the average bytes per sender, or MIN_CHUNK_BYTES if that is more
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,10 @@ def trainer_shards(
 def scale_shards(
     trainer: Mapping[str, Sequence[TrainerShard]], rows: Iterable[ParamMapping], sizes: dict[str, int]
 ) -> dict[str, list[TrainerShard]]:
-    """Return name -> shards, for the block scales of each quantized matrix. Each rank can compute the scales of its weights.
+    """Return the trainer's shards of the block scales of all quantized matrices, by name of the tensor of scales.
 
-    Raises ValueError if the trainer's layout splits a block (models/conversion/fp8_blocks.py).
+    A rank can compute the scales of the weights that it has. Raises ValueError if the trainer's layout splits a block
+    (models/conversion/fp8_blocks.py).
     """
     shards: dict[str, list[TrainerShard]] = {}
     for name, shape in quantized_shapes(rows, sizes).items():
@@ -219,7 +220,7 @@ def compile_transfer_plan(
 
     `dtype_of` takes the name of an engine parameter and returns (dtype, bytes per element). If several trainer ranks have a
     chunk, the chunk is assigned to the rank among them that has the fewest bytes to send so far. A bucket has at most
-    `bucket_bytes`. Chunks are smaller than this limit if larger chunks could not be balanced over the senders.
+    `bucket_bytes`. Chunks may have a lower limit (see CHUNKS_PER_SENDER), so that they can be balanced over the senders.
     """
     if layout.block_scales:
         trainer = {**trainer, **scale_shards(trainer, layout.rows, layout.sizes)}
@@ -270,8 +271,8 @@ def _buckets(
 ) -> Iterator[Bucket]:
     """Group a sender's chunks into buckets. All chunks of a bucket have the same receivers.
 
-    The index of a bucket is its position in the order in which the buckets are closed. A bucket is closed if the next chunk for
-    its receivers does not fit. The buckets that are still open at the end are closed then.
+    A bucket is closed when the next chunk for its receivers does not fit into it. All other buckets are closed at the end. The
+    index of a bucket is the number of the sender's buckets that were closed before it.
     """
     open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
     open_bytes: dict[tuple[int, ...], int] = defaultdict(int)
@@ -344,10 +345,10 @@ def relay_ranks(senders: Sequence[ProcessLocation], receivers: Sequence[ProcessL
 
 @dataclass(frozen=True)
 class RelayStep:
-    """What one trainer rank does so that a bucket reaches all trainer ranks that share their GPUs with the bucket's receivers.
+    """What one trainer rank does in the chain of trainer ranks through which a bucket travels.
 
-    These trainer ranks form a chain that begins with the sender of the bucket. Each rank receives the bytes from the previous
-    rank, sends them to the next rank, and keeps them in a slot for the engine rank on its own GPU.
+    The chain begins with the bucket's sender and has all trainer ranks that share GPUs with receivers of the bucket. Each rank
+    gets the bytes from the previous rank, sends them to the next, and keeps them in a slot for the engine rank on its own GPU.
     """
 
     # The bucket as the engine rank on this GPU sees it: this trainer rank is the sender, `index` counts the steps of this rank,
@@ -362,8 +363,8 @@ def relay_steps(plan: TransferPlan, relays: Mapping[int, int], hosts: Sequence[s
     """Return the steps of every trainer rank, in order.
 
     `relays`: engine rank -> trainer rank on the same GPU. `hosts`: host of each trainer rank. Every rank processes the buckets
-    in the order of (index, sender). So a rank waits only for ranks that are at an earlier bucket or earlier in the same chain.
-    Therefore the ranks cannot deadlock.
+    in the order of (index, sender). So a rank waits only for ranks that still process an earlier bucket, or that come earlier
+    in the chain of the same bucket. Therefore the ranks cannot deadlock.
     """
     steps: list[list[RelayStep]] = [[] for _ in hosts]
     for bucket in sorted(plan.buckets, key=lambda b: (b.index, b.sender)):
@@ -401,7 +402,7 @@ def sent_bytes(plan: TransferPlan, hosts: Sequence[str], engine_hosts: Sequence[
 
 
 def _relay_chain(sender: int, relays: Iterable[int], hosts: Sequence[str]) -> list[int]:
-    """Return the sender, and then every other rank of `relays`.
+    """Return the trainer ranks of a relay chain in order: the sender, and then every other rank of `relays`.
 
     The ranks of a host are consecutive, so the bytes enter each host only once. The chains of different senders enter a host at
     different ranks, so that a push uses the network cards of all ranks.

@@ -8,7 +8,7 @@ decides how the bytes reach the receivers:
 - If every engine rank shares its GPU with a trainer rank, the bytes travel in two hops. First, the trainer ranks pass the bucket
   on to each other. Then each engine rank reads the bucket from a slot of the trainer rank on its own GPU (CUDA IPC), because an
   engine sees only its own GPUs.
-- Otherwise, process groups send the bytes.
+- Otherwise, the senders send the bytes through process groups of torch.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport in
 mrl/weight_sync/transfer_plan.py; a class for each endpoint in this file; `open_transport` in session.py; `_connect` in
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 NUM_SLOTS = 2  # transfer slots of each sender
 SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain slots
 NCCL_TIMEOUT_FACTOR = 24
-"""NCCL's own timeout, as a multiple of weight_sync.timeout_s. It is longer than all waits of a push, so it ends no process."""
+"""NCCL's own timeout, as a multiple of weight_sync.timeout_s. All waits of a push are shorter, so it ends no process."""
 
 NCCL_GROUP_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 0: torch's watchdog reports an error, but does not end the process
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # 1 ms: while the watchdog waits for a dump, sends of the group are blocked
 }
-"""Variables that torch (2.14) reads when it creates a group. With them, an engine that dies ends no trainer rank.
+"""Variables that torch (2.14) reads when it creates a group. With these values, no trainer rank ends because an engine dies.
 
 In addition, the whole process needs TORCH_NCCL_DUMP_ON_TIMEOUT=0 (mrl/rollout/engines/server_args.py). Otherwise, the watchdog's
 report makes the monitor of the default group end the process some minutes later.
@@ -242,7 +242,7 @@ class ProcessGroupEndpoint:
         device: torch.device,
         num_slots: int = NUM_SLOTS,
     ) -> None:
-        """Join the groups of `engines` as `rank`. A sender joins all groups. A receiver joins one, and needs only one slot."""
+        """Join the groups of `engines` as `rank`. A sender joins all groups. A receiver joins one group, and needs one slot."""
         self.setup = setup
         self.groups: dict[int, dist.ProcessGroup] = {}  # engine -> its group, until the engine fails
         # Index of a slot -> unfinished sends of this slot. The objects must stay alive until the slot is reused.

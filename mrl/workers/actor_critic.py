@@ -54,7 +54,7 @@ class DivergenceHead:
         """Return the DIVERGENCE_OUTPUTS (mrl.algorithms.distillation), each [local R].
 
         `hidden` [local R, H]: hidden states that predict the sampled tokens. `weight` [V/tp, H]: this rank's shard of the
-        policy's output layer. Without top_k, returns only the first of the outputs. A token that no teacher teaches gets 0.
+        policy's output layer. Without top_k, returns only `divergence`. A token for which no teacher has outputs gets 0.
         """
         return (self._top_k if self.distillation.top_k else self._whole_vocabulary)(hidden, weight, micro)
 
@@ -85,7 +85,8 @@ class DivergenceHead:
         assert k is not None, "the caller has checked it"
         index = torch.cat([micro.predictor_index[:0], *(each.index for each in teachers)])
         ids = torch.cat([index.new_empty(0, k), *(each.outputs["top_ids"].long() for each in teachers)])
-        # log_t, log_s [n, k + 1]: log-probabilities under teacher and policy; the last column is that of all other tokens
+        # log_t and log_s [n, k + 1]: log-probabilities under the teacher and under the policy. The last column has the
+        # log-probability of all other tokens together
         log_t = torch.cat(
             [torch.empty(0, k + 1, device=hidden.device), *(each.outputs["top_logprobs"] for each in teachers)]
         )
@@ -261,13 +262,13 @@ class MegatronActor(MegatronModel):
 
     def mtp_head(
         self,
-        hidden: Tensor,  # [L, H], or [L, (1 + MTP layers) * H] if MTP layers compute
+        hidden: Tensor,  # [L, H], or [L, (1 + MTP layers) * H] if the MTP layers run
         output_layer: torch.nn.Module,
         output_weight: Tensor | None,
         micro: MicroBatch,
         head: OutputHead,
     ) -> Any:
-        """Return the output of `head`. If MTP layers compute, return (that output, log-probabilities of all their targets).
+        """Return the output of `head`. If the MTP layers run, return (output of `head`, log-probabilities of all MTP targets).
 
         The log-probabilities have gradients with respect to the hidden states of the MTP layers only. They are
         computed from softmax(logits), without a temperature.
@@ -427,8 +428,8 @@ class MegatronCritic(MegatronModel):
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tuple[Tensor, MicroBatchStatistics]:
     """Return the micro-batch's part of the loss, and the statistics of the micro-batch.
 
-    `output` [1, local R] is the result of MegatronCritic.head. The column `values` has the values at the start of the step;
-    without it, the current values are used.
+    `output` [1, local R] is the result of MegatronCritic.head. The column `values` has the old values, from the start of the
+    step. Without this column, the current values are used as old values.
     """
     values, returns = output[0], micro.columns["returns"]
     result = loss(values, returns, micro.columns.get("values", values.detach()))
@@ -445,8 +446,9 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tu
 class MegatronRewardModel(MegatronCritic):
     """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
 
-    A block for a reward model has one sampled token per row, the end mark (see mrl.data.supervised_dataset). The value of the end
-    mark is the score. `export_hf` writes a sequence classification model of the library transformers.
+    In a block for a reward model, each row has one sampled token: the end mark, an end-of-sequence token that
+    mrl.data.supervised_dataset appends. The value of the end mark is the score. `export_hf` writes a sequence
+    classification model of the library transformers.
     """
 
     head_kind: ClassVar[HeadKind] = "score"

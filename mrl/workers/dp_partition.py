@@ -1,4 +1,4 @@
-"""Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
+"""Splits a batch into mini-batches, and divides each mini-batch among replicas and micro-batches.
 
 The partition needs only the lengths of the sequences, so the driver, which has no tokens, can compute it.
 mrl.core.types explains the letters of array dimensions, such as B and R.
@@ -22,7 +22,7 @@ class Packing:
     """How rows are packed into micro-batches."""
 
     max_tokens: int  # token budget of one micro-batch
-    share_prompts: bool = True  # whether a pack computes a prompt only once for all its responses
+    share_prompts: bool = True  # whether a prompt is computed only once for all its responses in a micro-batch
     cost: CostModel = field(default_factory=CostModel)  # estimates the compute cost of a sequence from its length
     forward_max_tokens: int | None = None  # token budget of a pass without gradients; None: max_tokens
 

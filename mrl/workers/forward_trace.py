@@ -196,7 +196,7 @@ class ForwardTrace:
         return record
 
     def _qkv(self, prefix: str, attention: Any) -> Callable[[Any, tuple, Any], None]:
-        """Return a hook for the module with the norm and the QKV projection, whose outputs are ordered by key/value groups."""
+        """Return a hook for the module that computes norm and QKV projection. Its outputs are ordered by key/value group."""
         groups, d = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
 
         def record(module: Any, args: tuple, output: Any) -> None:
@@ -248,9 +248,10 @@ class ForwardTrace:
         return record
 
     def _replay(self, engine: NDArray, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the routing (weights, chosen), both [L, experts], of a micro-batch with the engine's weights [S, experts].
+        """Replace the router's weights in a micro-batch by the engine's weights. Return (weights, chosen), both [L, experts].
 
-        Padding, and tokens for which the engine chose another number of experts, keep the router's own weights.
+        `engine` [S, experts] has the engine's weights. `weights` and `chosen` are the router's result. Padding keeps this
+        result, and so do tokens for which the engine chose another number of experts than the router.
         """
         tokens = torch.from_numpy(self._tokens[-1])
         theirs = torch.from_numpy(engine)[tokens.clamp(min=0)].to(weights.device, weights.dtype)
@@ -273,7 +274,7 @@ def _with_bias(output: Any) -> Tensor:
 
 
 def _fused_norm(module: Any, hidden: Tensor) -> Tensor:
-    """Return the output of the RMSNorm that a module computes before its projection, because the module does not return it.
+    """Compute again the RMSNorm that a module applies before its projection, because the module does not return this output.
 
     Return the input if the module has no norm.
     """

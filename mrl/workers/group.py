@@ -310,7 +310,7 @@ class WorkerGroup:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], *, temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values of its sampled tokens, under the current weights."""
+        """Return row -> log-probabilities (actor) or values (critic) of its sampled tokens, under the current weights."""
         options = dict(temperature=temperature)
         parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(rank_batches))), options)
         return {row: column for part in parts for row, column in part.items()}

@@ -140,7 +140,7 @@ class MegatronModel:
     # Forward and backward passes.
 
     def micro_batches(self, block: TokenBlock, batch: RankBatch, trains_mtp: bool = False) -> list[MicroBatch]:
-        """Build this rank's part of each micro-batch in `batch`. With `trains_mtp`, MTP layers compute, if the model has any."""
+        """Build this rank's part of each micro-batch in `batch`. With `trains_mtp`, MTP layers run, if the model has any."""
         options = dict(
             sum_over_ranks=partial(all_reduce_sum, group=groups.cp_group()),
             vision=self.arch.vision,
@@ -276,7 +276,7 @@ class MegatronModel:
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
-            if self.arch.mtp_layers:  # Megatron clips their gradients separately, so they do not count in `norm`
+            if self.arch.mtp_layers:  # Megatron clips the gradients of MTP layers separately; `norm` does not include them
                 of_mtp = float(self.optimizer._compute_grad_norms_by_group()[MTP_GRAD_NORM_GROUP])
                 if not math.isfinite(of_mtp):
                     raise NonFiniteGradientError(mini_batch, of_mtp, "It is the gradient of the MTP layers.")
@@ -285,7 +285,7 @@ class MegatronModel:
         return float(norm)
 
     def reset_optimizer(self, settings: OptimConfig) -> None:
-        """Replace the optimizer with a new optimizer for the current weights. Used before and after the warm start."""
+        """Replace the optimizer with a new one for the current weights. Used before and after the supervised warm start."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
     # Memory.

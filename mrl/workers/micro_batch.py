@@ -54,7 +54,7 @@ class MicroBatch:
     block_index: Ints  # [L] index of each token in the whole block; -1: padding
     routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
     teachers: Mapping[str, TeacherTensors] = field(default_factory=dict)  # only teachers with outputs for these rows
-    mtp: tuple[MtpTargets, ...] = ()  # one entry for each MTP layer; (): MTP layers do not compute
+    mtp: tuple[MtpTargets, ...] = ()  # one entry for each MTP layer; (): MTP layers do not run
     sampled_tokens: int = 1  # number of sampled tokens in the mini-batch
 
     @classmethod
@@ -73,7 +73,7 @@ class MicroBatch:
         `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` takes the
         segments of a pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over
         the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model. `mtp_layers`: number
-        of MTP layers that compute; 0 if the rows of a group share one prompt.
+        of MTP layers that run; 0 if the rows of a group share one prompt.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None

@@ -41,8 +41,9 @@ def trace_step(
 ) -> StepTrace:
     """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
-    The outputs are log-probabilities or values. The loss of a critic is a value loss. The block should have a column
-    old_logprobs. Without this column, the probability ratio is always 1, so the loss would not depend on the log-probabilities.
+    The outputs are log-probabilities (actor) or values (critic). The loss of a critic is a value loss. For an actor, the block
+    should have a column old_logprobs. Without this column, the probability ratio is always 1, so the loss would not
+    depend on the log-probabilities.
     """
     outputs = forward_outputs(model, block, batch, temperature)
     total = _accumulate(model, block, batch, loss, temperature)
@@ -90,7 +91,10 @@ def trace_layers(
 def forward_outputs(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, temperature: float
 ) -> dict[int, NDArray]:
-    """Return row -> log-probabilities or values. Only one rank of a replica has them; the other ranks return an empty dict."""
+    """Return row -> log-probabilities (actor) or values (critic).
+
+    Only one rank of a replica has these outputs; the other ranks return an empty dict.
+    """
     if isinstance(model, MegatronCritic):
         columns = model.compute_values(block, batch)
     else:

@@ -310,7 +310,7 @@ class TrainWorker:
         self,
         block: TokenBlock,
         rank_batches: Sequence[RankBatch],
-        loss: Loss | ValueLossFunction,  # of a critic: a ValueLossFunction
+        loss: Loss | ValueLossFunction,  # actor: Loss; critic: ValueLossFunction
         lr: float,
         temperature: float,
         folder: str,
@@ -338,7 +338,7 @@ class TrainWorker:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values. Only one rank of a replica has them; other ranks return an empty dict."""
+        """Return row -> log-probabilities (actor) or values (critic); {} on all ranks of a replica except one."""
         from mrl.workers.parity_trace import forward_outputs
 
         return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)

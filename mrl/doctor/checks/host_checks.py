@@ -1,8 +1,8 @@
-"""Checks of each host: its hardware, its folders, and its software with the settings.
+"""Checks of each host: its hardware, its folders, its software and its settings.
 
 Hardware: whether the host joined the check, its clock, memory, cores and process limits. Folders: free space and speed where a
-run writes, /dev/shm, and the model folder on every host. Software: versions, apex, environment variables, Ray's token and
-cluster.address.
+run writes, /dev/shm, and the model folder on every host. Software and settings: versions, apex, environment variables, Ray's
+token and cluster.address.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is pro
 MIN_FILES, MIN_FILES_CLUSTER = (
     1024,
     4096,
-)  # number of files that a process must be able to open; the second number is for several hosts or GPUs
+)  # number of files that a process must be able to open; the second number is for several hosts, and for hosts with GPUs
 MIN_PROCESSES = 4096  # processes and threads of a user; each process of Ray, torch and SGLang has dozens of threads
 
 
@@ -71,7 +71,7 @@ def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
 
 
 def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts that have too little memory for a run, or too little for the model if they have no GPU."""
+    """Find hosts that have too little memory for any run, and hosts without GPUs that have too little memory for the model."""
     for host in cluster.hosts:
         yield from _check_host_memory(host)
         parameters = cluster.requirements.parameters if cluster.requirements else 0
@@ -289,7 +289,7 @@ def check_versions(
 ) -> Iterator[DoctorFinding]:
     """Find packages that are missing or differ from the lock file, and versions or code that differ between hosts.
 
-    `tested_versions`: whether the host has GPUs -> package -> tested version; the default is read from the lock files.
+    `tested_versions`: True (for hosts with GPUs) or False (without) -> package -> tested version. Default: from the lock files.
     """
     tested_versions = tested_versions or {gpu: locked_versions(gpu) for gpu in (False, True)}
     for host in cluster.hosts:

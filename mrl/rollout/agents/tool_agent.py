@@ -114,7 +114,7 @@ class _ResponseBuilder:
             self.versions.append((version, tokens))
 
     def add_tool_results(self, results: Sequence[ToolResult], ids: Sequence[int]) -> None:
-        """Append the results of a turn's tool calls. `ids`: their tokens, with the chat template around the results."""
+        """Append the results of a turn's tool calls. `ids`: tokens of the results, with the chat template around them."""
         self._append(ids, sampled=False)
         self.turns += [Turn("tool", result.text) for result in results]
 

@@ -29,7 +29,7 @@ class ToolCallError(ValueError):
 
 
 class ToolParser(Protocol):
-    """Interface of tool parsers. `rollout.agent.parser._target_` names a class of parsers."""
+    """Interface of tool parsers. `rollout.agent.parser._target_` names a class with this interface."""
 
     @property
     def stops(self) -> tuple[str, ...]:

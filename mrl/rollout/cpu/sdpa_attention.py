@@ -58,8 +58,8 @@ class QueryRow(NamedTuple):
 class Tile:
     """Rows that share one SDPA call. A tile has N * Q entries; each entry is a query token of the batch or padding.
 
-    Padding repeats the last query token and the last key of a row. Therefore each padding entry has a valid token index, and
-    SGLang has written every slot of the KV cache that a tile reads.
+    Padding repeats the last query token and the last key of a row. Therefore each padding entry has a valid token index, and a
+    tile reads only slots of the KV cache that SGLang has written.
     """
 
     num_rows: int  # N

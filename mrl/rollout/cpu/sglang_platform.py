@@ -54,13 +54,14 @@ def discard_random_kv_scales(method: Any, layer: Any) -> None:
 
 
 LOAD_MODEL = "sglang.srt.managers.scheduler.Scheduler.init_tp_model_worker"
-"""Method that builds the model of an engine rank. SGLang captures CUDA graphs later, so they contain what a hook changes here."""
+"""Method that builds the model of an engine rank. CUDA graphs are captured later, so they contain what a hook changes here."""
 
 
 def round_embedding_scale(result: None, scheduler: Any) -> None:
-    """Round the factor by which Gemma 3 multiplies its embeddings to the model's dtype, as transformers and mrl's trainers do.
+    """Round the embedding scale of Gemma 3 to the dtype of the model, as transformers and mrl's trainers do.
 
-    Hook that runs after SGLang (0.5.23) has built a model. SGLang itself multiplies by the unrounded factor.
+    Gemma 3 multiplies its embeddings by this scale. SGLang (0.5.23) itself multiplies by the unrounded scale. Hook that runs
+    after SGLang has built a model.
     """
     for module in scheduler.tp_worker.model_runner.model.modules():
         if type(module).__name__ == "Gemma3TextScaledWordEmbedding":

@@ -178,7 +178,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
 
 
 def engine_trace(ranks: Sequence[Arrays], arch: Architecture) -> Arrays:
-    """Return point -> recorded tensor, in the form of mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
+    """Return trace point -> recorded tensor, as in mrl.workers.forward_trace. `ranks`: see `read_forward_recording`."""
     traces = [_rank_trace(arrays, arch, len(ranks)) for arrays in ranks]
     if len(traces) == 1:
         return traces[0]
@@ -202,7 +202,7 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
         module = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        # The layers of a model with post-norms have other norms under these names.
+        # In a model with post-norms, the modules whose outputs `_norms` reads are other norms.
         points = {} if "post_norms" in arch.parts else _norms(module)
         if layer == 0:
             points.setdefault("input", trace["embedding"])
@@ -213,12 +213,12 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
 
 
 def _pick(module: Arrays, **names: str) -> Arrays:
-    """Return point -> array for those modules of the layer that the engine ran. `names`: point -> name of the array."""
+    """Return trace point -> array for the modules of a layer that the engine ran. `names`: trace point -> name of the array."""
     return {point: module[name] for point, name in names.items() if name in module}
 
 
 def _norms(module: Arrays) -> Arrays:
-    """Return point -> array for the two norms of a layer. The second output of an SGLang norm is the input of the norm."""
+    """Return trace point -> array for the two norms of a layer. The second output of an SGLang norm is its input."""
     norm, second = "input_layernorm", "post_attention_layernorm"
     return _pick(
         module,
@@ -230,7 +230,7 @@ def _norms(module: Arrays) -> Arrays:
 
 
 def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
-    """Return point -> array for attention. The inputs of RadixAttention are the queries and keys after norm and rotation."""
+    """Return trace point -> array for attention. The inputs of RadixAttention are the normed, rotated queries and keys."""
     fused = module["self_attn.qkv_proj/out0"]
     kv = max(arch.sizes["kv"] // num_ranks, arch.sizes["head_dim"])  # width of the keys, or of the values, of one rank
     query, key, value = np.split(fused, [fused.shape[1] - 2 * kv, fused.shape[1] - kv], axis=1)
@@ -247,7 +247,7 @@ def _attention(module: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
 
 
 def _latent_attention(module: Arrays, arch: Architecture) -> Arrays:
-    """Return point -> array for multi-head latent attention.
+    """Return trace point -> array for multi-head latent attention.
 
     A query has `width` components, and RoPE rotates the last `rope` of them. RoPE also rotates one key that all heads share.
     The trace point `normed_query` has only these `rope` components of each query.
@@ -286,7 +286,7 @@ def _dense_mlp(module: Arrays) -> Arrays:
 
 
 def _mixture_of_experts(module: Arrays, arch: Architecture) -> Arrays:
-    """Return point -> array for an MoE layer. `routing` has, for each token, the weights of its experts; 0 for all others."""
+    """Return trace point -> array for an MoE layer. `routing` has, for each token, the weights of its experts, otherwise 0."""
     block = "mlp" if "mlp.topk/out0" in module else "block_sparse_moe"
     points = _pick(
         module,

@@ -88,9 +88,9 @@ class EngineServers:
         A server that mrl has started counts as ready if it was ready before and still runs. It is not asked again, because it
         may be paused or offloaded now.
 
-        A server that ends before it is ready is replaced, up to `max_replacements` times. At the first start, a server is
-        replaced only once, and only if it was killed. A server that exits by itself would fail again, for example because of a
-        wrong argument.
+        At the first start, a server that ends before it is ready is replaced only once, and only if it was killed. A server
+        that exits by itself would fail again, for example because of a wrong argument. Later, a server that ends before it is
+        ready is replaced up to `max_replacements` times.
 
         Raises RuntimeError if a server ended and is not replaced, and TimeoutError if a server is not ready after `timeout_s`
         seconds.

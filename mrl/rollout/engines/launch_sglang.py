@@ -41,7 +41,7 @@ SERVER_ARGS = "sglang.srt.server_args"
 DRAFT_SUFFIXES = (
     "NextN",
     "MTP",
-)  # ends of the names of SGLang's classes for MTP layers, after the name of the model's class
+)  # SGLang's class for the MTP layers of a model has the name of the model's class and one of these suffixes
 LISTEN_TIMEOUT_S = 30.0  # how long `wait_until_listening` waits for the HTTP server
 # Entry point of mrl's CPU platform for SGLang; setup.py registers it
 PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"

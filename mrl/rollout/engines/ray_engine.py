@@ -126,7 +126,7 @@ class RayEngine:
         ready = actor.wait_ready.remote(timeout_s, self._started[0])
         done, _ = ray.wait([ready, *self._ended], timeout=timeout_s + RAY_CALL_MARGIN_S)
         try:
-            # If the processes have ended, this call raises the reason.
+            # If the processes have ended, this call raises an error with the reason.
             ray.get(ready, timeout=RAY_CALL_MARGIN_S if done else 0)
             self.url = ray.get(self._started[0], timeout=max(1.0, deadline - time.monotonic()))
         except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""SGLang servers. The processes of an EngineServer end with this process. An ExternalEngine is a server that the user runs.
+"""SGLang servers. The processes of an EngineServer end when this process ends. An ExternalEngine is a server of the user.
 
 An EngineServer reserves its ports and its scratch directory. Each reservation is a lock on a file. The kernel releases the lock
 when the processes of the server have ended.
@@ -67,7 +67,7 @@ class PortLease:
         return False
 
     def close(self) -> None:
-        """Close this process's descriptor. The reservation ends when all processes with an inherited copy have closed it."""
+        """Close this process's descriptor. The reservation ends when the processes that inherited it have closed it, too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -145,9 +145,9 @@ def _settings(run: RecordedRun) -> LearningSettings:
 
 
 def _own_part(run: RecordedRun, key: str) -> object:
-    """Build the part of the algorithm that the recorded config has at `key`. Returns None if it has classes outside mrl.
+    """Build the part of the algorithm that the recorded config has at `key`. Returns None if the part has classes outside mrl.
 
-    A report does not run a user's code.
+    A report does not run a user's code, so it does not build such a part.
     """
     node = run.setting(key, {})
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(node, default=str))

@@ -45,7 +45,7 @@ CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
     ("Metrics of plug-ins", {r"own/.*": ""}),
 )
 """(title, {regular expression of metric names: label}) of each chart. If a label is empty, the metric's name gives the label."""
-MAX_POINTS = 600  # `thinned` reduces longer curves to at most 2 points more than this
+MAX_POINTS = 600  # `thinned` reduces a curve with more points than this to at most MAX_POINTS + 2 points
 MAX_COLUMNS = 60  # largest number of columns of a distribution; a column is a group of consecutive steps
 NUM_BINS = 14  # largest number of rows of a distribution
 GOOD_VERBS = ("rises", "falls", "changes", "follows", "has")  # first words of Metric.good that are verbs
@@ -157,8 +157,8 @@ def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
 def interval(mean: float, rows: int) -> tuple[float, float]:
     """Return the Wilson interval (95 %) of a mean of `rows` rewards between 0 and 1.
 
-    The formula assumes that each reward is either 0 or 1. At the same mean, rewards that lie between 0 and 1 vary less, so the
-    interval is wider than necessary for them.
+    The formula assumes that each reward is either 0 or 1. At the same mean, rewards such as 0.5 vary less, so the interval is
+    wider than necessary for them.
     """
     z2 = INTERVAL_Z**2
     center = (mean + z2 / (2 * rows)) / (1 + z2 / rows)

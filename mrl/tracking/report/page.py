@@ -13,7 +13,7 @@ import orjson
 from mrl.config.secrets import redacted
 from parallel.durable_files import write_file
 
-PAGE_BYTES = 5_000_000  # size up to which samples are put on the page of a run
+PAGE_BYTES = 5_000_000  # samples are added to the page of a run until the page has this size
 RESERVE_BYTES = 100_000  # part of the page that stays free, because the size of the samples is only estimated
 SCRIPTS = ("elements.js", "charts.js", "tokens.js", "samples.js", "page.js")  # in the order in which the page runs them
 

@@ -149,7 +149,7 @@ def metric_differences(first: RecordedRun, second: RecordedRun) -> tuple[int, li
 def sample_pairs(first: RecordedRun, second: RecordedRun) -> list[dict[str, Any]]:
     """Return {prompt, expected answer, last four samples of each run} for each prompt for which both runs kept samples.
 
-    The prompt that the first run sampled last comes first. The result has at most MAX_PAIRS prompts.
+    The result has at most MAX_PAIRS prompts, sorted by the last step in which the first run sampled them, newest first.
     """
     one, two = _by_prompt(first), _by_prompt(second)
     shared = sorted(one.keys() & two.keys(), key=lambda prompt: -max(each["step"] for each in one[prompt]))
@@ -461,7 +461,7 @@ def _margin_text(points: Sequence[SweepPoint], best: int | None, metric: str, me
 
 
 def _standard_error(points: Sequence[SweepPoint], metric: str, metric_steps: int) -> float:
-    """Return the standard error of the difference between two results, from the values that they average; NaN if unknown."""
+    """Return the standard error of the difference between the results of two points (means of the metric); NaN if unknown."""
     values = [list(point.run.series(metric).values())[-metric_steps:] if point.run else [] for point in points]
     if metric.startswith("eval/") or any(len(each) < 2 for each in values):
         return math.nan

@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """Return the name of the run and the name of the folder, or only the latter if it contains the name of the run."""
+        """Return the name of the run and the name of its folder; only the name of the folder if it contains the run's name."""
         name, folder = str(self.config.get("run", {}).get("name", "")), self.folder.resolve().name
         return folder if name in folder else f"{name} {folder}"
 

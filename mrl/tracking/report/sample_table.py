@@ -27,11 +27,11 @@ COLUMNS = (
     "rank",  # position among the samples of the step; 0 is the best
     "last",  # position of the worst sample of the step
 )
-"""Columns of the table. Those without a comment are the step, and fields of mrl.core.sample_file.TextSample."""
+"""Columns of the table. mrl.core.sample_file.TextSample explains the columns without a comment, except `step`."""
 TOKEN_FIELDS = ("logprobs", "trainer_logprobs", "advantages", "versions", "trained")  # one value per token
 TOKEN_WORDS = {"logprobs": "log-probability", "trainer_logprobs": "mismatch", "advantages": "advantage"}
 """Field -> its name in a sentence."""
-TEXT_SHARE = 0.6  # part of the limit for texts; tokens get the rest
+TEXT_SHARE = 0.6  # fraction of the byte limit that texts may use; tokens get the rest
 
 
 def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
