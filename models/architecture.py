@@ -31,7 +31,7 @@ EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"  # Megatron's name of the 
 VISION_PREFIX = "visual."  # begins the names of all parameters of the vision tower in Megatron
 SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
-SCORE_BIAS = "score.bias"  # see Family.engine_score_has_bias
+ENGINE_CLASSIFIER_BIAS = "score.bias"  # see Family.engine_classifier_has_bias
 _ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
 _SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 # Megatron's field: for each layer, 1 if it is recurrent, otherwise 0
@@ -274,7 +274,7 @@ class Family:
     table: tuple[ParamMapping, ...]
     # For each SGLang parameter that concatenates Hugging Face tensors: suffix of the parameter's name -> suffixes of the tensors'
     # names, in order. {expert} stands for all experts in order.
-    engine_fusions: dict[str, tuple[str, ...]]
+    engine_fused_params: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     supported_by_sglang: bool = True  # whether SGLang implements the architecture
@@ -296,8 +296,8 @@ class Family:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # whether SGLang's sequence classifier has a bias, which the classifier of transformers does not have; SGLang leaves this bias
     # uninitialized if a Hugging Face folder does not contain it
-    engine_score_has_bias: bool = False
-    # part of a Hugging Face name -> the part that SGLang's name has instead; applied to the names after `engine_fusions`
+    engine_classifier_has_bias: bool = False
+    # part of a Hugging Face name -> the part that SGLang's name has instead; applied to the names after `engine_fused_params`
     engine_renames: Mapping[str, str] = field(default_factory=dict)
     # field of config.json that is a list of names -> {name that transformers writes: name that SGLang needs, if it differs}
     engine_field_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -340,7 +340,7 @@ class Family:
         return count
 
     def mtp_names(self, config: HFConfig) -> list[str]:
-        """Return the Hugging Face names of the tensors of the MTP layers, except tensors that are copies (see `mtp_copies`)."""
+        """Return the Hugging Face names of the tensors of the MTP layers, except duplicates (see `mtp_duplicates`)."""
         arch = self.read(replace(config, train_mtp=True))
         return [name for row in self.param_mappings(arch) if row.megatron.startswith(MTP_PREFIX) for name in row.hf]
 
@@ -406,25 +406,25 @@ class Family:
             expanded += self.mtp.rows(rows, arch.num_layers, arch.mtp_layers, arch.num_experts)
         return expanded
 
-    def mtp_copies(self, arch: Architecture) -> dict[str, str]:
-        """Return name of a copy -> name of the copied tensor (Hugging Face names), for all copies in trained MTP layers."""
-        copies = self.mtp.copies_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
+    def mtp_duplicates(self, arch: Architecture) -> dict[str, str]:
+        """Return name of a duplicate -> name of its source (Hugging Face names), for all duplicates in trained MTP layers."""
+        duplicates = self.mtp.duplicates_of(arch.num_layers, arch.mtp_layers) if self.mtp else {}
         names = {name for row in self.rows(arch) for name in row.hf}
-        return {copy: source for copy, source in copies.items() if source in names}
+        return {duplicate: source for duplicate, source in duplicates.items() if source in names}
 
-    def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
-        """Return the entries of `engine_fusions` whose tensors this model has."""
+    def fused_params_of(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
+        """Return the entries of `engine_fused_params` whose tensors this model has."""
         names = [name for row in self.rows(arch) for name in row.hf]
         return {
             fused: parts
-            for fused, parts in self.engine_fusions.items()
+            for fused, parts in self.engine_fused_params.items()
             if all(any(name.endswith(f".{part}") for name in names) for part in parts)
         }
 
     @property
     def engine_float32_tensors(self) -> tuple[str, ...]:
         """Suffixes of the names of the Hugging Face tensors that SGLang stores in float32 (see `engine_float32`)."""
-        parts = [part for suffix in self.engine_float32 for part in self.engine_fusions.get(suffix, (suffix,))]
+        parts = [part for suffix in self.engine_float32 for part in self.engine_fused_params.get(suffix, (suffix,))]
         for name, renamed in self.engine_renames.items():
             parts += [part.removesuffix(renamed) + name for part in parts if part.endswith(renamed)]
         return tuple(parts)

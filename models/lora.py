@@ -76,7 +76,7 @@ def _build_adapter(
     boxes = row.split_over_ranks(sizes, group.size())
     rows = {}
     for name, boxes_of in boxes.items():
-        (box,) = boxes_of[group.rank() if len(boxes_of) > 1 else 0]  # see can_have_adapter: the tensor has one section
+        (box,) = boxes_of[group.rank() if len(boxes_of) > 1 else 0]  # see can_have_adapter: the tensor has one part
         rows[matrix_name(name)] = box.sizes[0]
     split = LinearSplit(
         row.axis, rows, partial(row.merge, sizes=sizes), config.sequence_parallel, row.expert is not None

@@ -216,7 +216,9 @@ def _attention(
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     parts = arch.parts
     options: dict[str, Any] = dict(projection_norms="projection_norms" in parts, rotary=rotary)
-    options |= dict(interleaved=arch.rotary_dim * arch.interleaved_rope, query_scaling=arch.query_scaling)
+    options |= dict(
+        num_interleaved_components=arch.rotary_dim * arch.interleaved_rope, query_scaling=arch.query_scaling
+    )
     variant = {name: value for name, value in options.items() if value}
     return ModuleSpec(
         module=VariantSelfAttention if variant else SelfAttention,

@@ -236,7 +236,7 @@ def _varlen_kernel(channels: int) -> Callable[..., Any]:
     return varlen_attn
 
 
-def _attention_kernels_with_sinks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _varlen_kernel_pair() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the kernels of torch.nn.attention.varlen for the forward and the backward pass. `_varlen_kernel` registers them."""
     kernels = torch.ops.torch_attn
     return kernels._varlen_attn, kernels._varlen_attn_backward
@@ -278,7 +278,7 @@ class AttendVarlenWithSinks(torch.autograd.Function):
         bounds = chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys, call.is_causal
         # The attention is causal or has a window, so torch never uses cuDNN's kernel, whose logarithms have another shape.
         # without_sink: logarithm of the denominator without the sink. state: state of the kernel's random number generator.
-        kernel, _ = _attention_kernels_with_sinks()
+        kernel, _ = _varlen_kernel_pair()
         out, without_sink, state = kernel(query, key, value, *bounds, scale, list(window_size), True)
         log_sum = torch.logaddexp(without_sink, sinks.to(without_sink.dtype).unsqueeze(1))  # [n, L]
         out = (out * (without_sink - log_sum).exp().t().unsqueeze(-1)).to(out.dtype)
@@ -292,7 +292,7 @@ class AttendVarlenWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks."""
         query, key, value, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
-        _, kernel = _attention_kernels_with_sinks()
+        _, kernel = _varlen_kernel_pair()
         grads = kernel(
             *(grad.contiguous(), query, key, value, out, log_sum, queries, keys, *ctx.sizes),
             *(state, ctx.scale, ctx.window_size),

@@ -84,9 +84,9 @@ def _sum_over_ranks(partial_sums: Tensor, group: ProcessGroup) -> Tensor:
 class VariantSelfAttention(SelfAttention):
     """Megatron's self-attention with further options: ProjectionNorm, another rotary embedding, and scaled queries.
 
-    `interleaved`: among the first `interleaved` components of a head, the rotary embedding rotates the pairs (2i, 2i + 1).
-    Megatron rotates the pairs (i, i + interleaved / 2), so the components are reordered in queries and keys. The products of
-    queries and keys do not depend on the order.
+    `num_interleaved_components`: among the first c components of a head, where c is this number, the rotary embedding rotates
+    the pairs (2i, 2i + 1). Megatron rotates the pairs (i, i + c / 2), so the components are reordered in queries and keys. The
+    products of queries and keys do not depend on the order.
     """
 
     def __init__(
@@ -96,12 +96,13 @@ class VariantSelfAttention(SelfAttention):
         *args,
         projection_norms: bool = False,  # whether queries and keys have a ProjectionNorm
         rotary: RotaryEmbedding | None = None,  # None: the rotary embedding of the model; layers share the object
-        interleaved: int = 0,
+        num_interleaved_components: int = 0,
         query_scaling: QueryScaling | None = None,  # None: queries are not scaled
         **kwargs,
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        self.rotary, self.interleaved, self.query_scaling = rotary, interleaved, query_scaling
+        self.rotary, self.query_scaling = rotary, query_scaling
+        self.num_interleaved_components = num_interleaved_components
         if projection_norms:
             group = self.pg_collection.tp
             self.q_projection_norm = ProjectionNorm(config, config.num_attention_heads, group)
@@ -113,8 +114,8 @@ class VariantSelfAttention(SelfAttention):
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         if self.has_projection_norms:
             query, key = self.q_projection_norm(query), self.k_projection_norm(key)
-        if self.interleaved:
-            query, key = (_even_components_first(states, self.interleaved) for states in (query, key))
+        if self.num_interleaved_components:
+            query, key = (_even_components_first(states, self.num_interleaved_components) for states in (query, key))
         if self.query_scaling is not None:
             query = query * self.query_scaling.factors(self._positions).to(query.dtype)[:, None, None, None]
         return query, key, value

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 PADDING_LOGIT = -1e30
 """Logit of the padding rows of the vocabulary. It gives these rows probability 0, and 0 * PADDING_LOGIT is 0, not NaN."""
-PRODUCT_ROWS = 8192
+MAX_PRODUCT_ROWS = 8192
 """`add_product` computes at most this many rows of a matrix product at a time, and adds them to a sum of a wider dtype."""
 ALIGNED_ROWS = 64
 """If a slice of the vocabulary has more rows than this, its size is rounded down to a multiple of this number.
@@ -248,15 +248,15 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
     If `total` is None, the result has the dtype of the factors.
 
-    For 16-bit factors, at most PRODUCT_ROWS rows of the product exist in float32 at a time.
+    For 16-bit factors, at most MAX_PRODUCT_ROWS rows of the product exist in float32 at a time.
     """
     if total is None:
         return left @ right
     if total.dtype == left.dtype == accumulation_dtype(left.dtype):
         return total.addmm_(left, right)
     total = total.to(accumulation_dtype(total.dtype))
-    for start in range(0, len(total), PRODUCT_ROWS):
-        rows = slice(start, start + PRODUCT_ROWS)
+    for start in range(0, len(total), MAX_PRODUCT_ROWS):
+        rows = slice(start, start + MAX_PRODUCT_ROWS)
         total[rows].add_(product(left[rows], right))
     return total
 

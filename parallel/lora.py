@@ -39,7 +39,7 @@ from torch import Tensor
 from parallel import groups
 from parallel.megatron_layers import gather_sequence
 from parallel.param_names import global_names
-from parallel.trainer_config import MERGED_ELEMENTS
+from parallel.trainer_config import MAX_MERGED_ELEMENTS
 
 ADAPTER = "lora"  # name of the adapter among the modules of its linear layer
 
@@ -138,7 +138,7 @@ class LoraAdapter(torch.nn.Module):
         The sum is computed in float32, for some columns of W at a time, so that the float32 tensors need little memory.
         """
         merged = torch.empty_like(weight)
-        width = max(1, MERGED_ELEMENTS // weight.size(0))
+        width = max(1, MAX_MERGED_ELEMENTS // weight.size(0))
         for start in range(0, weight.size(1), width):
             columns = slice(start, start + width)
             merged[:, columns] = weight[:, columns].float() + self._product(columns)

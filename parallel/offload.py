@@ -143,20 +143,20 @@ class WeightsOnHost:
         """`chunks` are this rank's virtual stages."""
         self._chunks, self._memory = chunks, _HostMemory()
         # for each storage of weights, the host memory with the copy of this storage
-        self._spans: list[list[Tensor]] = []
+        self._host_pieces: list[list[Tensor]] = []
 
     def save(self) -> None:
         """Copy the weights from the device to the host. This reuses the host memory of the previous copy."""
         storages = self._storages()
-        if not self._spans:
-            self._spans = [list(self._memory.take(storage.nbytes())) for storage in storages]
-        for storage, spans in zip(storages, self._spans, strict=True):
-            _copy_to_host(storage, spans)
+        if not self._host_pieces:
+            self._host_pieces = [list(self._memory.reserve_pieces(storage.nbytes())) for storage in storages]
+        for storage, host_pieces in zip(storages, self._host_pieces, strict=True):
+            _copy_to_host(storage, host_pieces)
 
     def load(self) -> None:
         """Overwrite the weights on the device with the last saved copy."""
-        for storage, spans in zip(self._storages(), self._spans, strict=True):
-            _copy_from_host(storage, spans)
+        for storage, host_pieces in zip(self._storages(), self._host_pieces, strict=True):
+            _copy_from_host(storage, host_pieces)
 
     def _storages(self) -> list[UntypedStorage]:
         frozen = (p.data for chunk in self._chunks for p in chunk.module.parameters() if not p.requires_grad)
@@ -170,15 +170,15 @@ class _HostMemory:
         self._blocks: list[Tensor] = []
         self.used = 0  # bytes used in the blocks
 
-    def take(self, nbytes: int) -> Iterator[Tensor]:
-        """Yield the next `nbytes` bytes as spans: uint8 tensors, each of which is a part of one block."""
+    def reserve_pieces(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield the next `nbytes` bytes as pieces: uint8 tensors, each of which is a part of one block."""
         while nbytes:
             number, start = divmod(self.used, BLOCK_BYTES)
             if number == len(self._blocks):
                 self._blocks.append(host_memory(BLOCK_BYTES))
-            span = self._blocks[number][start : start + nbytes]
-            self.used, nbytes = self.used + span.numel(), nbytes - span.numel()
-            yield span
+            piece = self._blocks[number][start : start + nbytes]
+            self.used, nbytes = self.used + piece.numel(), nbytes - piece.numel()
+            yield piece
 
 
 class _HostCopy(_HostMemory):
@@ -186,7 +186,7 @@ class _HostCopy(_HostMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        # (storage, its number of bytes, spans that contain the copy)
+        # (storage, its number of bytes, pieces of host memory that contain the copy)
         self._offloaded: list[tuple[UntypedStorage, int, list[Tensor]]] = []
 
     @property
@@ -198,9 +198,9 @@ class _HostCopy(_HostMemory):
         used, copied = self.used, []
         try:
             for storage in filter(_can_offload, storages):
-                spans = list(self.take(storage.nbytes()))
-                _copy_to_host(storage, spans)
-                copied.append((storage, storage.nbytes(), spans))
+                host_pieces = list(self.reserve_pieces(storage.nbytes()))
+                _copy_to_host(storage, host_pieces)
+                copied.append((storage, storage.nbytes(), host_pieces))
             synchronize()
         except BaseException:  # for example, too little host memory; no storage has been resized yet
             self.used = used
@@ -212,9 +212,9 @@ class _HostCopy(_HostMemory):
     def load(self) -> None:
         """Restore the size and the bytes of all offloaded storages."""
         while self._offloaded:
-            storage, nbytes, spans = self._offloaded[-1]
+            storage, nbytes, host_pieces = self._offloaded[-1]
             storage.resize_(nbytes)
-            _copy_from_host(storage, spans)
+            _copy_from_host(storage, host_pieces)
             self._offloaded.pop()
         self.used = 0
         synchronize()  # the copies must end before the next offload overwrites the host memory
@@ -262,16 +262,16 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _copy_to_host(storage: UntypedStorage, spans: Sequence[Tensor]) -> None:
-    for span, piece in zip(spans, _pieces(storage, spans), strict=True):
-        span.copy_(piece, non_blocking=True)
+def _copy_to_host(storage: UntypedStorage, host_pieces: Sequence[Tensor]) -> None:
+    for host_piece, piece in zip(host_pieces, _pieces(storage, host_pieces), strict=True):
+        host_piece.copy_(piece, non_blocking=True)
 
 
-def _copy_from_host(storage: UntypedStorage, spans: Sequence[Tensor]) -> None:
-    for span, piece in zip(spans, _pieces(storage, spans), strict=True):
-        piece.copy_(span, non_blocking=True)
+def _copy_from_host(storage: UntypedStorage, host_pieces: Sequence[Tensor]) -> None:
+    for host_piece, piece in zip(host_pieces, _pieces(storage, host_pieces), strict=True):
+        piece.copy_(host_piece, non_blocking=True)
 
 
-def _pieces(storage: UntypedStorage, spans: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the bytes of a storage into consecutive pieces; piece i has as many bytes as `spans[i]`."""
-    return _bytes_of(storage).split([span.numel() for span in spans])
+def _pieces(storage: UntypedStorage, host_pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Split the bytes of a storage into consecutive pieces; piece i has as many bytes as `host_pieces[i]`."""
+    return _bytes_of(storage).split([host_piece.numel() for host_piece in host_pieces])

@@ -95,25 +95,25 @@ class _WatchedGroup:
         self._group, self._chunk = group, chunk
         # Number of gradients that each parameter gets. A parameter gets several gradients if several parts of the model use it
         # and are recomputed separately. None: no step has given gradients to all parameters yet.
-        self._expected: dict[Parameter, int] | None = None
-        self._found: dict[Parameter, int] = {}
+        self._expected_counts: dict[Parameter, int] | None = None
+        self._counts: dict[Parameter, int] = {}
         self._started = False
 
     def add(self, param: Parameter) -> None:
         assert not self._started, f"a gradient of shape {tuple(param.shape)} came after the reduction of its bucket"
-        self._found[param] = self._found.get(param, 0) + 1
+        self._counts[param] = self._counts.get(param, 0) + 1
 
     def is_complete(self) -> bool:
-        return self._found == self._expected
+        return self._counts == self._expected_counts
 
     def start(self) -> None:
         self._started = True
         self._group.start_grad_sync(force_all_reduce=self._chunk.force_all_reduce)
 
     def reset(self) -> None:
-        if self._expected is None and len(self._found) == len(self.params):
-            self._expected = self._found
-        self._found, self._started = {}, False
+        if self._expected_counts is None and len(self._counts) == len(self.params):
+            self._expected_counts = self._counts
+        self._counts, self._started = {}, False
         # Without these counts, the group stays in its state before the first step. In this state, Megatron starts no reduction.
         self._group.per_param_grad_ready_counts = {}
 
@@ -129,7 +129,7 @@ def _in_backward_order(chunk: DistributedDataParallel) -> list[_ParamAndGradBuck
     return sorted(groups, key=lambda group: min(position[param] for param in group.params), reverse=True)
 
 
-ShardedDescription = ShardedTensor | ShardedTensorFactory
+ShardedTensorOrFactory = ShardedTensor | ShardedTensorFactory
 
 
 def wrap_ddp(
@@ -238,25 +238,26 @@ def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
     created as zeros.
     """
     initialize_optimizer_state(optimizer)
-    description_of_param = _description_of_param(weights)
+    sharded_tensor_of_param = _sharded_tensor_of_param(weights)
     return {
-        number: dict(_sharded_states(part, description_of_param)) for number, part in enumerate(_optimizers(optimizer))
+        number: dict(_sharded_states(part, sharded_tensor_of_param))
+        for number, part in enumerate(_optimizers(optimizer))
     }
 
 
 def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
     """Return the sharded tensors that this rank reads: the whole state of each parameter in the buffers of this rank."""
     initialize_optimizer_state(optimizer)
-    description_of_param = _description_of_param(weights)
+    sharded_tensor_of_param = _sharded_tensor_of_param(weights)
     return {
-        number: dict(enumerate(_whole_states(part, description_of_param)))
+        number: dict(enumerate(_whole_states(part, sharded_tensor_of_param)))
         for number, part in enumerate(_optimizers(optimizer))
     }
 
 
 def _whole_states(
-    part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
-) -> Iterator[dict[str, ShardedDescription]]:
+    part: DistributedOptimizer, sharded_tensor_of_param: dict[Tensor, ShardedTensorOrFactory]
+) -> Iterator[dict[str, ShardedTensorOrFactory]]:
     """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
     The order of the tensors is the order in which that function reads them. Megatron 0.19 has its own function for these
@@ -265,11 +266,11 @@ def _whole_states(
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:
-            weight = description_of_param[param]
+            weight = sharded_tensor_of_param[param]
             yield {key: _empty_state(weight, key) for key in ("param", *part.optimizer_state_keys)}
 
 
-def _empty_state(weight: ShardedDescription, key: str) -> ShardedDescription:
+def _empty_state(weight: ShardedTensorOrFactory, key: str) -> ShardedTensorOrFactory:
     data = torch.empty(weight.data.shape, dtype=torch.float32)
     dtype = dict(dtype=data.dtype) if isinstance(weight, ShardedTensor) else {}
     return replace(weight, key=f"optimizer.state.{key}.{weight.key}", data=data, **dtype)
@@ -332,9 +333,9 @@ def _torch_adam_states(part: DistributedOptimizer) -> list[dict]:
     return list(part.optimizer.state.values()) if isinstance(part.optimizer, torch.optim.Adam) else []
 
 
-def _description_of_param(weights: dict) -> dict[Tensor, ShardedDescription]:
-    described, _ = extract_sharded_tensors_and_factories(weights)
-    return {description.data: description for description in nested_values(described)}
+def _sharded_tensor_of_param(weights: dict) -> dict[Tensor, ShardedTensorOrFactory]:
+    sharded_tensors, _ = extract_sharded_tensors_and_factories(weights)
+    return {tensor.data: tensor for tensor in nested_values(sharded_tensors)}
 
 
 @dataclass(frozen=True)
@@ -347,8 +348,8 @@ class _ParamShard:
 
 
 def _sharded_states(
-    part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
-) -> Iterator[tuple[str, ShardedDescription]]:
+    part: DistributedOptimizer, sharded_tensor_of_param: dict[Tensor, ShardedTensorOrFactory]
+) -> Iterator[tuple[str, ShardedTensorOrFactory]]:
     """Yield (name, sharded tensor) for the optimizer state that this rank writes.
 
     The names are unique, and only this rank uses them. The keys in the file are not unique, because stacked layers share a key.
@@ -363,7 +364,7 @@ def _sharded_states(
             tensors = {key: _assembled(tensor, shards, group) for key, tensor in tensors.items()}
         if shards[0].rank == group.rank():
             for key, tensor in tensors.items():
-                yield f"{number}.{key}", _describe_state(description_of_param[param], key, tensor, group.rank())
+                yield f"{number}.{key}", _describe_state(sharded_tensor_of_param[param], key, tensor, group.rank())
 
 
 def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_ParamShard]]]:
@@ -409,7 +410,7 @@ def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.Process
     return assembled
 
 
-def _describe_state(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
+def _describe_state(weight: ShardedTensorOrFactory, key: str, flat: Tensor, rank: int) -> ShardedTensorOrFactory:
     """Return a description of the state `flat`, with the shape of `weight` and its position in the whole model.
 
     Every data-parallel rank has a replica of a weight, and only the rank with replica id 0 writes the weight. The state `flat`

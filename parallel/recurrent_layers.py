@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from parallel.packing import PackedSequences
 from parallel.segment_recurrence import RecurrencePlan, causal_convolution, gated_delta_rule, selective_scan
 
-CONVOLVED, GATE, NUMBERS = "convolved", "gate", "numbers"  # keys of `PackedRecurrence.columns`
+CONVOLVED, GATE, HEAD_SCALARS = "convolved", "gate", "head_scalars"  # keys of `PackedRecurrence.rows_per_group`
 
 
 class RecurrencePlanCache:
@@ -54,7 +54,8 @@ class PackedRecurrence(MegatronModule):
 
     The rows of the input projection are ordered by groups, so the rows of a tensor-parallel rank are consecutive. A group has
     three kinds of rows: for the inputs of the convolution and the recurrence (CONVOLVED), for the gates (GATE), and for the
-    numbers of its heads (NUMBERS). `columns` maps each kind to its number of rows in a group, in the order of the rows.
+    scalars of its heads (HEAD_SCALARS). `rows_per_group` maps each kind to its number of rows in a group, in the order of the
+    rows.
 
     Under context parallelism, every rank gathers the projections of the whole pack and computes the convolution and the
     recurrence for all tokens, because ranks that split a recurrence along the sequence would have to wait for each other. Each
@@ -77,7 +78,7 @@ class PackedRecurrence(MegatronModule):
         super().__init__(config)
         self.layer_number, self.plans = layer_number, plans
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        groups, self.columns, width, parameters = self._set_sizes(config, **sizes)
+        groups, self.rows_per_group, width, parameters = self._set_sizes(config, **sizes)
         self.groups = groups // self.tp_group.size()
         for name, value in parameters.items():
             setattr(self, name, Parameter(value.to(config.params_dtype)))
@@ -95,7 +96,7 @@ class PackedRecurrence(MegatronModule):
         )
         self.linear_in = input_linear(
             config.hidden_size,
-            groups * sum(self.columns.values()),
+            groups * sum(self.rows_per_group.values()),
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
@@ -106,16 +107,16 @@ class PackedRecurrence(MegatronModule):
     def _set_sizes(self, config: TransformerConfig, **sizes: Any) -> tuple[int, dict[str, int], int, dict[str, Tensor]]:
         """Return the sizes and the parameters of this layer, and set the attributes that `_recur` and `_gated_norm` need.
 
-        The result is: the number of groups of heads on all ranks together; `columns`; the number of elements of the outputs of
-        all heads for one token; and a dict of the initial values of this rank's parameters. Megatron's flat buffers have the
-        parameters in the order of the dict.
+        The result is: the number of groups of heads on all ranks together; `rows_per_group`; the number of elements of the
+        outputs of all heads for one token; and a dict of the initial values of this rank's parameters. Megatron's flat buffers
+        have the parameters in the order of the dict.
         """
         raise NotImplementedError
 
-    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+    def _recur(self, convolved: Tensor, head_scalars: Tensor, plan: RecurrencePlan) -> Tensor:
         """Return the outputs [S, heads, channels] of the convolution and the recurrence for all tokens of the pack.
 
-        `convolved`: [S, groups * columns[CONVOLVED]]. `numbers`: [S, groups * columns[NUMBERS]].
+        `convolved`: [S, groups * rows_per_group[CONVOLVED]]. `head_scalars`: [S, groups * rows_per_group[HEAD_SCALARS]].
         """
         raise NotImplementedError
 
@@ -134,14 +135,14 @@ class PackedRecurrence(MegatronModule):
         assert isinstance(pack, PackedSequences), f"expected PackedSequences, got {type(pack)}"
         plan = self.plans(pack, hidden_states.device)
         projected, _ = self.linear_in(hidden_states)
-        by_group = projected.view(-1, self.groups, sum(self.columns.values()))
-        parts = dict(zip(self.columns, by_group.split(list(self.columns.values()), dim=-1), strict=True))
-        rows = torch.cat([parts[CONVOLVED].flatten(1), parts[NUMBERS].flatten(1)], dim=1)
+        by_group = projected.view(-1, self.groups, sum(self.rows_per_group.values()))
+        parts = dict(zip(self.rows_per_group, by_group.split(list(self.rows_per_group.values()), dim=-1), strict=True))
+        rows = torch.cat([parts[CONVOLVED].flatten(1), parts[HEAD_SCALARS].flatten(1)], dim=1)
         if self.cp_group.size() > 1:
             rows = gather_from_sequence_parallel_region(rows, True, self.cp_group)
-        widths = [self.groups * self.columns[name] for name in (CONVOLVED, NUMBERS)]
-        convolved, numbers = plan.select_tokens(rows).split(widths, dim=1)
-        output = plan.to_rows(self._recur(convolved, numbers, plan))
+        widths = [self.groups * self.rows_per_group[name] for name in (CONVOLVED, HEAD_SCALARS)]
+        convolved, head_scalars = plan.select_tokens(rows).split(widths, dim=1)
+        output = plan.to_rows(self._recur(convolved, head_scalars, plan))
         gate = parts[GATE].contiguous().view(output.shape)
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
         output = self._gated_norm(output, gate).to(projected.dtype)
@@ -180,21 +181,21 @@ class PackedGatedDeltaNet(PackedRecurrence):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.values_per_key = self.value_heads // self.key_heads
         values = self.values_per_key * self.value_dim
-        columns = {CONVOLVED: 2 * self.key_dim + values, GATE: values, NUMBERS: 2 * self.values_per_key}
+        rows_per_group = {CONVOLVED: 2 * self.key_dim + values, GATE: values, HEAD_SCALARS: 2 * self.values_per_key}
         parameters = dict(
-            conv_weight=torch.zeros(self.key_heads * columns[CONVOLVED], 1, config.linear_conv_kernel_dim),
+            conv_weight=torch.zeros(self.key_heads * rows_per_group[CONVOLVED], 1, config.linear_conv_kernel_dim),
             dt_bias=torch.ones(self.value_heads),
             A_log=torch.zeros(self.value_heads),
             norm_weight=torch.ones(self.value_dim),
         )
-        return config.linear_num_key_heads, columns, all_heads * self.value_dim, parameters
+        return config.linear_num_key_heads, rows_per_group, all_heads * self.value_dim, parameters
 
-    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+    def _recur(self, convolved: Tensor, head_scalars: Tensor, plan: RecurrencePlan) -> Tensor:
         qkv = F.silu(causal_convolution(convolved, self.conv_weight, plan)).unflatten(1, (self.key_heads, -1))
         widths = [self.key_dim, self.key_dim, self.values_per_key * self.value_dim]
         query, key, value = qkv.split(widths, dim=-1)
         query, key = (x.repeat_interleave(self.values_per_key, dim=1) for x in (query, key))
-        beta, alpha = numbers.unflatten(1, (self.key_heads, 2, -1)).unbind(2)
+        beta, alpha = head_scalars.unflatten(1, (self.key_heads, 2, -1)).unbind(2)
         wide = torch.promote_types(alpha.dtype, torch.float32)
         rate = F.softplus(alpha.flatten(1).to(wide) + self.dt_bias)
         log_decay = -self.A_log.to(wide).exp() * rate
@@ -233,25 +234,25 @@ class PackedMamba2(PackedRecurrence):
         self.heads, self.head_dim, self.state_dim = all_heads // tp, config.mamba_head_dim, config.mamba_state_dim
         per_group = all_heads // groups
         values = per_group * self.head_dim
-        columns = {GATE: values, CONVOLVED: values + 2 * self.state_dim, NUMBERS: per_group}
-        channels = groups // tp * columns[CONVOLVED]
+        rows_per_group = {GATE: values, CONVOLVED: values + 2 * self.state_dim, HEAD_SCALARS: per_group}
+        channels = groups // tp * rows_per_group[CONVOLVED]
         bias = dict(conv_bias=torch.zeros(channels)) if conv_bias else {}
         parameters = dict(conv_weight=torch.zeros(channels, 1, config.linear_conv_kernel_dim)) | bias
         parameters |= dict(dt_bias=torch.ones(self.heads), A_log=torch.zeros(self.heads), D=torch.ones(self.heads))
         parameters |= dict(norm_weight=torch.ones(self.heads * self.head_dim))
-        return groups, columns, all_heads * self.head_dim, parameters
+        return groups, rows_per_group, all_heads * self.head_dim, parameters
 
-    def _recur(self, convolved: Tensor, numbers: Tensor, plan: RecurrencePlan) -> Tensor:
+    def _recur(self, convolved: Tensor, head_scalars: Tensor, plan: RecurrencePlan) -> Tensor:
         bias = getattr(self, "conv_bias", None)
         by_group = F.silu(causal_convolution(convolved, self.conv_weight, plan, bias)).unflatten(1, (self.groups, -1))
         values = self.heads // self.groups * self.head_dim
         value, key, query = by_group.split([values, self.state_dim, self.state_dim], dim=-1)
-        wide = torch.promote_types(numbers.dtype, torch.float32)
+        wide = torch.promote_types(head_scalars.dtype, torch.float32)
         value = value.to(wide).contiguous().view(-1, self.heads, self.head_dim)
-        step = F.softplus(numbers.to(wide) + self.dt_bias)
+        step = F.softplus(head_scalars.to(wide) + self.dt_bias)
         log_decay = -self.A_log.to(wide).exp() * step
         output = selective_scan(query, key, value, log_decay, step, plan)
-        return (output + self.D[:, None] * value).to(numbers.dtype)
+        return (output + self.D[:, None] * value).to(head_scalars.dtype)
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
         """Multiply `output` [L, heads, channels] by the gates, and return the RMSNorm of the product over each group of heads."""

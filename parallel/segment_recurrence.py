@@ -38,12 +38,12 @@ class RecurrencePlan:
     num_tokens: int  # S
     num_rows: int  # L: tokens on this rank, including padding
     # [S] row of each real token in the concatenated rows of all context-parallel ranks; None: the first S rows, in order
-    rows: Tensor | None
+    row_of_token: Tensor | None
     # [L] index of the real token in each row of this rank, S for padding; None: the first S rows are the tokens, in order
-    own: Tensor | None
+    token_of_row: Tensor | None
     # the inputs of the convolution: for each segment, indices of the `kernel - 1` tokens before the segment in its sequence (see
     # `of`), and then of the segment's own tokens; S: no token
-    history: Tensor
+    convolution_inputs: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
     tokens: Tensor  # [N*C] index of the token in each slot; S: no token
@@ -63,16 +63,16 @@ class RecurrencePlan:
         first, positions, widths, previous = _chunk_forest(layout, chunk)
         convolved = np.arange(len(segment)) + (kernel - 1) * segment
         is_split = layout.cp_size > 1
-        own = np.where(pack.token_index < 0, len(segment), pack.token_index)
+        token_of_row = np.where(pack.token_index < 0, len(segment), pack.token_index)
         slots = positions[first[segment] + place // chunk] * chunk + place % chunk
         tokens = np.full(len(positions) * chunk, len(segment), np.int64)
         tokens[slots] = np.arange(len(segment))
         return cls(
             num_tokens=len(segment),
             num_rows=len(pack.token_index),
-            rows=copy_to_device(layout.global_indices(), device) if is_split else None,
-            own=copy_to_device(own, device) if is_split else None,
-            history=copy_to_device(_history(layout, kernel - 1), device),
+            row_of_token=copy_to_device(layout.global_indices(), device) if is_split else None,
+            token_of_row=copy_to_device(token_of_row, device) if is_split else None,
+            convolution_inputs=copy_to_device(_convolution_inputs(layout, kernel - 1), device),
             convolved=copy_to_device(convolved, device) if len(lengths) > 1 else None,
             slots=copy_to_device(slots, device),
             tokens=copy_to_device(tokens, device),
@@ -83,12 +83,12 @@ class RecurrencePlan:
 
     def select_tokens(self, x: Tensor) -> Tensor:
         """Return the rows [S, ...] of the real tokens. `x`: the concatenated rows of all context-parallel ranks."""
-        return x[: self.num_tokens] if self.rows is None else x.index_select(0, self.rows)
+        return x[: self.num_tokens] if self.row_of_token is None else x.index_select(0, self.row_of_token)
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return the rows [L, ...] of this rank. `x` [S, ...] has all real tokens. Padding is zero."""
-        if self.own is not None:
-            return _select_or_zero(x, self.own)
+        if self.token_of_row is not None:
+            return _select_or_zero(x, self.token_of_row)
         missing = self.num_rows - self.num_tokens
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
@@ -98,7 +98,7 @@ def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
     return gather_rows(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), index)
 
 
-def _history(layout: PackLayout, count: int) -> Ints:
+def _convolution_inputs(layout: PackLayout, count: int) -> Ints:
     """Return, for each segment in turn, the indices of the `count` tokens before it in its sequence, and of its tokens."""
     none = np.full(count, layout.lengths.sum(), np.int64)
     parts = []
@@ -141,7 +141,7 @@ def causal_convolution(x: Tensor, weight: Tensor, plan: RecurrencePlan, bias: Te
     D is the number of channels. The last element of a kernel is the factor of the token itself, and the element before it is the
     factor of the token before. The tokens before the start of a sequence count as zeros.
     """
-    out = F.conv1d(_select_or_zero(x, plan.history).T[None], weight, bias, groups=len(weight))[0].T
+    out = F.conv1d(_select_or_zero(x, plan.convolution_inputs).T[None], weight, bias, groups=len(weight))[0].T
     return out if plan.convolved is None else out.index_select(0, plan.convolved)
 
 

@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 from parallel.attention import PackedAttention
 from parallel.megatron_layers import AmplifiedRotaryEmbedding
 from parallel.packing import AttentionCall, PackedSequences
-from parallel.trainer_config import INDEX_PRODUCTS
+from parallel.trainer_config import MAX_INDEX_PRODUCTS
 
 _NORM_EPSILON = 1e-6  # of the norm of the indexer's keys, in every model
 
@@ -135,7 +135,7 @@ def choose_keys(query: Tensor, key: Tensor, weights: Tensor, call: AttentionCall
     at a time.
     """
     query, key, weights = (rows.unflatten(0, (call.count, -1)) for rows in (query, key, weights))
-    block = max(1, INDEX_PRODUCTS // (call.count * query.size(2) * call.num_keys))
+    block = max(1, MAX_INDEX_PRODUCTS // (call.count * query.size(2) * call.num_keys))
     own_key = call.num_keys - call.num_queries  # index of the first query's own key
     causal = torch.ones(call.num_queries, call.num_keys, dtype=torch.bool, device=query.device).tril(own_key)
     masks = [
@@ -186,11 +186,9 @@ class SparseAttention(PackedAttention):
     ) -> None:
         super().__init__(config, layer_number, *args, pg_collection=pg_collection, **kwargs)
         self.layer, self.topk, self.tp_group = layer_number - 1, config.dsa_indexer_topk, pg_collection.tp
-        self.source = max(
-            layer for layer in range(layer_number) if indexer_layers[layer]
-        )  # the layer that chooses the keys
-        self.is_read_later = layer_number < len(indexer_layers) and not indexer_layers[layer_number]
-        self.indexer = LightningIndexer(config, rotary) if self.source == self.layer else None
+        self.key_choosing_layer = max(layer for layer in range(layer_number) if indexer_layers[layer])
+        self.shares_keys_with_next_layer = layer_number < len(indexer_layers) and not indexer_layers[layer_number]
+        self.indexer = LightningIndexer(config, rotary) if self.key_choosing_layer == self.layer else None
 
     def forward(
         self,
@@ -219,7 +217,7 @@ class SparseAttention(PackedAttention):
         """
         assert self.indexer is not None, "this layer chooses the keys"
         masks = self.indexer(x.flatten(0, 1), qr, pack, self.tp_group, self.cp_group)
-        if self.is_read_later:
+        if self.shares_keys_with_next_layer:
             pack.chosen_keys[self.layer] = masks
             if query.requires_grad:
                 query.register_hook(lambda grad: _drop(pack, self.layer))
@@ -227,9 +225,9 @@ class SparseAttention(PackedAttention):
 
     def _read(self, pack: PackedSequences) -> list[Tensor | None]:
         """Return the keys that an earlier layer has chosen. If no backward pass follows, the last reader drops them."""
-        masks = pack.chosen_keys[self.source]
-        if not self.training and not self.is_read_later:
-            _drop(pack, self.source)
+        masks = pack.chosen_keys[self.key_choosing_layer]
+        if not self.training and not self.shares_keys_with_next_layer:
+            _drop(pack, self.key_choosing_layer)
         return masks
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:

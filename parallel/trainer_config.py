@@ -154,9 +154,9 @@ class OptimConfig:
         return self.lr_min + (self.lr - self.lr_min) * _decay_factor(self.lr_schedule, progress)
 
 
-MERGED_ELEMENTS = 1 << 22
+MAX_MERGED_ELEMENTS = 1 << 22
 """Largest number of elements of W + (alpha / rank) B A that are computed at a time, in float32."""
-INDEX_PRODUCTS = 1 << 26
+MAX_INDEX_PRODUCTS = 1 << 26
 """Largest number of query-key products, over all heads of an indexer, that are in memory at a time, in float32."""
 
 

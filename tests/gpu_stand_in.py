@@ -2,9 +2,9 @@
 
 tests/simulated_gpus/sitecustomize.py calls `install` in every process whose environment contains the variable HOST. A test sets
 this variable for a Ray node. `install` arranges that the modules in STAND_INS are changed when the process imports them. Trainer
-ranks use the unmodified Python code of Transformer Engine (tests/te_process.py). The transport `cuda_ipc` has its transfer slots
-in shared memory. The handle of such a slot has the form of torch's CUDA IPC handle, and only a process that sees the GPU in the
-handle can open the slot. All other code is that of a real run.
+ranks use the unmodified Python code of Transformer Engine (tests/te_process.py). The transport `cuda_ipc` has its transfer
+buffers in shared memory. Their handle has the form of torch's CUDA IPC handle, and only a process that sees the GPU in the
+handle can open them. All other code is that of a real run.
 """
 
 import importlib.abc

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from models.architecture import Architecture
-from models.conversion.hf_reader import CopiedTensors, HFWeights, check_tensors, dtype_name, torch_dtype
-from models.conversion.hf_writer import MAX_SHARD_BYTES, HFFolderWriter, tensor_kinds
+from models.conversion.hf_reader import HFWeights, UnchangedMtpTensors, check_tensors, dtype_name, torch_dtype
+from models.conversion.hf_writer import MAX_SHARD_BYTES, HFFolderWriter, tensor_specs
 from models.conversion.mapping import ParamMapping
 from models.conversion.megatron_checkpoint import (
     MegatronReader,
@@ -23,8 +23,8 @@ from models.conversion.megatron_checkpoint import (
     TensorLocation,
     TensorToWrite,
     contains_mtp,
-    layers_are_stacked,
-    merged_shape,
+    layers_share_keys,
+    megatron_shape,
 )
 from models.conversion.resumable_folder import ByteProgress, ResumableFolder, fingerprint, refuse_existing
 from models.families import family_of
@@ -102,24 +102,26 @@ def to_hf(
     arch = family_of(config).read(config)
     rows = family_of(config).param_mappings(arch)
     reader = MegatronReader(checkpoint, arch, rows)
-    kinds = tensor_kinds(rows, arch.sizes, {row: dtype_name(dtype or reader.dtype(row)) for row in rows})
-    sources = family_of(config).mtp_copies(arch)
-    kinds |= {copy: kinds[source] for copy, source in sources.items()}
-    copied = CopiedTensors.of(config)
+    specs = tensor_specs(rows, arch.sizes, {row: dtype_name(dtype or reader.dtype(row)) for row in rows})
+    sources = family_of(config).mtp_duplicates(arch)
+    specs |= {duplicate: specs[source] for duplicate, source in sources.items()}
+    unchanged_mtp = UnchangedMtpTensors.of(config)
     options: dict[str, Any] = dict(convert="to-hf", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
-    options["files"] = fingerprint([config.path, *reader.files, *copied.files])
+    options["files"] = fingerprint([config.path, *reader.files, *unchanged_mtp.files])
     with ResumableFolder.beside(output, options) as partial:
-        writer = HFFolderWriter(partial, kinds, max_shard_bytes, copied.kinds)
+        writer = HFFolderWriter(partial, specs, max_shard_bytes, unchanged_mtp.specs)
         remaining_bytes = writer.num_bytes(missing_only=True)
         partial.require_space(remaining_bytes)
         progress.begin(writer.num_bytes(), writer.num_bytes() - remaining_bytes)
         for row in rows:
-            copies = {name: [copy for copy, source in sources.items() if source == name] for name in row.hf}
-            if any(writer.needs(each) for name in row.hf for each in (name, *copies[name])):
+            duplicates = {
+                name: [duplicate for duplicate, source in sources.items() if source == name] for name in row.hf
+            }
+            if any(writer.needs(each) for name in row.hf for each in (name, *duplicates[name])):
                 for name, tensor in row.to_hf([reader.read(row)], arch.sizes).items():
-                    for each in (each for each in (name, *copies[name]) if writer.needs(each)):
+                    for each in (each for each in (name, *duplicates[name]) if writer.needs(each)):
                         progress.advance(writer.write(each, tensor))
-        for name, tensor in copied:
+        for name, tensor in unchanged_mtp:
             if writer.needs(name):
                 progress.advance(writer.write(name, tensor))
         writer.complete(config.path.parent, {})
@@ -129,10 +131,10 @@ def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
     """Return the tensors of the Megatron checkpoint. Raises ValueError if one of them would combine different dtypes."""
-    stacked = layers_are_stacked(arch)
+    share_keys = layers_share_keys(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
-        location, shape = TensorLocation.of(row, arch, stacked), merged_shape(row, arch.sizes)
+        location, shape = TensorLocation.of(row, arch, share_keys), megatron_shape(row, arch.sizes)
         item = TensorToWrite(row, location, shape, _megatron_dtype(row, weights, dtype))
         first = first_of.setdefault(location.key, item)
         if first.dtype != item.dtype:

@@ -1,7 +1,7 @@
 """Handles Hugging Face tensors that stack the matrices or biases of all experts of a layer, as in gpt-oss.
 
 The table of a family has one row for each expert. If a folder stacks the experts, a name in the table contains the index of the
-expert: the tensor `X.experts.3.down_proj` of the table is part 3 of the stored tensor `X.experts.down_proj`. A matrix is
+expert: the tensor `X.experts.3.down_proj` of the table is slice 3 of the stored tensor `X.experts.down_proj`. A matrix is
 [out, in] in the table and [in, out] in the stack. A bias has the same shape in both.
 
 A stack of matrices may be in MXFP4. Then `X.experts.down_proj_blocks` and `X.experts.down_proj_scales` replace
@@ -30,56 +30,56 @@ QUANT_METHOD = "mxfp4"
 _BLOCK_BYTES = BLOCK // 2  # two values in each byte
 _EXPONENT_BIAS = 127  # the stored number e stands for the scale 2 ** (e - 127)
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index: lower three bits of a number; its highest bit is the sign
-_PART = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")  # groups: module, expert, tensor
+_SLICE_NAME = re.compile(r"(.*\.experts)\.(\d+|\{expert\})\.(\w+)")  # groups: module, expert, tensor
 _BIAS_SUFFIX = "_bias"
 
 
 @dataclass(frozen=True)
-class StackPart:
-    """A tensor of a table that is one part of a stored tensor."""
+class ExpertSlice:
+    """A tensor of a table that is the slice of one expert in a stored tensor."""
 
     stack: str  # name of the stored tensor
     index: int  # index of the expert
-    is_matrix: bool  # whether the part is a matrix, which the stack contains transposed; otherwise, it is a bias
+    is_matrix: bool  # whether the slice is a matrix, which the stack contains transposed; otherwise, it is a bias
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this part in the stack. `shape`: shape in the table."""
+        """Return the shape of this slice in the stack. `shape`: shape in the table."""
         return shape[::-1] if self.is_matrix else shape
 
     def oriented(self, tensor: Tensor) -> Tensor:
-        """Convert this part from the form in the stack to the form in the table, or back. The result is a view of `tensor`."""
+        """Convert this slice from the form in the stack to the form in the table, or back. The result is a view of `tensor`."""
         return tensor.t() if self.is_matrix else tensor
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the tensor `name` of a table is a part of a stack. The index of the expert may be the placeholder {expert}."""
-    return _PART.fullmatch(name) is not None
+    """Whether the tensor `name` of a table is a slice of a stack. The index of the expert may be the placeholder {expert}."""
+    return _SLICE_NAME.fullmatch(name) is not None
 
 
-def stack_part(name: str) -> StackPart | None:
-    """Return which part of which stack the tensor `name` of a table is. None: the folder stores the tensor itself."""
-    found = _PART.fullmatch(name)
+def expert_slice_of(name: str) -> ExpertSlice | None:
+    """Return which slice of which stack the tensor `name` of a table is. None: the folder stores the tensor itself."""
+    found = _SLICE_NAME.fullmatch(name)
     if found is None:
         return None
-    return StackPart(f"{found[1]}.{found[3]}", int(found[2]), not found[3].endswith(_BIAS_SUFFIX))
+    return ExpertSlice(f"{found[1]}.{found[3]}", int(found[2]), not found[3].endswith(_BIAS_SUFFIX))
 
 
 def stored_name(name: str) -> str:
     """Return the name of the stored tensor that contains the tensor `name` of a table."""
-    part = stack_part(name)
-    return name if part is None else part.stack
+    expert_slice = expert_slice_of(name)
+    return name if expert_slice is None else expert_slice.stack
 
 
 def stored_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return name -> (dtype, shape) of the stored tensors. `tensors`: name -> (dtype, shape) of all tensors of a table."""
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in tensors.items():
-        part = stack_part(name)
-        if part is None:
+        expert_slice = expert_slice_of(name)
+        if expert_slice is None:
             stored[name] = dtype, shape
             continue
-        count = max(part.index + 1, stored[part.stack][1][0] if part.stack in stored else 0)
-        stored[part.stack] = dtype, (count, *part.stored_shape(shape))
+        count = max(expert_slice.index + 1, stored[expert_slice.stack][1][0] if expert_slice.stack in stored else 0)
+        stored[expert_slice.stack] = dtype, (count, *expert_slice.stored_shape(shape))
     return stored
 
 

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from models.architecture import SCORE_BIAS
+from models.architecture import ENGINE_CLASSIFIER_BIAS
 from models.conversion.expert_stacks import (
     BLOCK,
     DEQUANTIZED_DTYPE,
     NAN_SCALE,
     PACKED_DTYPE,
     SCALES_SUFFIX,
-    StackPart,
+    ExpertSlice,
     dequantize_mxfp4,
+    expert_slice_of,
     mxfp4_names,
     mxfp4_shapes,
-    stack_part,
     stored_tensors,
 )
 from models.families import family_of
@@ -182,23 +182,23 @@ class HFWeights:
 
     def dtype_of(self, name: str) -> str:
         """Return the dtype of a tensor in the spelling of safetensors. Tensors in MXFP4 are read as bfloat16."""
-        _, stored = self._stored(name)
+        _, stored = self._locate(name)
         return DEQUANTIZED_DTYPE if len(stored) > 1 else self._entries[stored[0]].dtype
 
     def __contains__(self, name: str) -> bool:
-        return all(stored in self._entries for stored in self._stored(name)[1])
+        return all(stored in self._entries for stored in self._locate(name)[1])
 
-    def _stored(self, name: str) -> tuple[StackPart | None, tuple[str, ...]]:
-        """Return (which part of which stack the tensor `name` is, names of the stored tensors that contain this tensor).
+    def _locate(self, name: str) -> tuple[ExpertSlice | None, tuple[str, ...]]:
+        """Return (which slice of which stack the tensor `name` is, names of the stored tensors that contain this tensor).
 
-        The first element is None if the folder stores a tensor of this name, or if no part of a stack can have this name.
+        The first element is None if the folder stores a tensor of this name, or if no slice of a stack can have this name.
         """
-        part = None if name in self._entries else stack_part(name)
-        if part is None:
+        expert_slice = None if name in self._entries else expert_slice_of(name)
+        if expert_slice is None:
             return None, (name,)
-        quantized = mxfp4_names(part.stack)
-        is_quantized = part.stack not in self._entries and quantized[0] in self._entries
-        return part, quantized if is_quantized else (part.stack,)
+        quantized = mxfp4_names(expert_slice.stack)
+        is_quantized = expert_slice.stack not in self._entries and quantized[0] in self._entries
+        return expert_slice, quantized if is_quantized else (expert_slice.stack,)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor, which shares memory with the mapped file. Changes to the tensor are not written to the file.
@@ -210,12 +210,12 @@ class HFWeights:
 
     def _parts(self, name: str) -> list[Tensor]:
         """Return [the tensor], or, for a tensor in MXFP4, [its blocks, its scales]."""
-        part, stored = self._stored(name)
+        expert_slice, stored = self._locate(name)
         tensors = [self._mapped(each) for each in stored]
-        if part is None:
+        if expert_slice is None:
             return tensors
-        parts = [tensor[part.index] for tensor in tensors]
-        return parts if len(parts) > 1 else [part.oriented(parts[0])]
+        parts = [tensor[expert_slice.index] for tensor in tensors]
+        return parts if len(parts) > 1 else [expert_slice.oriented(parts[0])]
 
     def _mapped(self, name: str) -> Tensor:
         import torch  # only processes that read tensors import it
@@ -270,11 +270,11 @@ class HFWeights:
 
     def release(self, name: str) -> None:
         """Free the memory of the tensor's pages. The next use reads them from disk again."""
-        part, stored = self._stored(name)
+        expert_slice, stored = self._locate(name)
         for each in stored:
             entry, page = self._entries[each], mmap.ALLOCATIONGRANULARITY
-            size = entry.nbytes if part is None else entry.nbytes // entry.shape[0]
-            start = entry.start if part is None else entry.start + part.index * size
+            size = entry.nbytes if expert_slice is None else entry.nbytes // entry.shape[0]
+            start = entry.start if expert_slice is None else entry.start + expert_slice.index * size
             first = start // page * page
             if size:
                 self._map(self._file_of[each]).madvise(mmap.MADV_DONTNEED, first, start + size - first)
@@ -374,25 +374,25 @@ def check_hf_folder(folder: str | Path, family: str | None = None, train_mtp: bo
 
 
 @dataclass(frozen=True)
-class CopiedTensors:
+class UnchangedMtpTensors:
     """Tensors that exports copy unchanged from the input folder: the MTP layers, unless they are trained."""
 
     weights: HFWeights | None  # None: there are no such tensors
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: HFConfig) -> CopiedTensors:
+    def of(cls, config: HFConfig) -> UnchangedMtpTensors:
         """Return the tensors to copy from the folder of `config`: none for a reward model or for a folder without weights."""
         folder, family = config.path.parent, family_of(config)
         if not family.has_mtp_layers or config.is_reward_model or not has_weights(folder):
             return cls(None, ())
         weights, arch = HFWeights(folder), family.read(config)
-        trained = family.hf_shapes(arch).keys() | family.mtp_copies(arch)
+        trained = family.hf_shapes(arch).keys() | family.mtp_duplicates(arch)
         names = (name for name in weights.shapes() if family.is_in_mtp_layer(name, arch) and name not in trained)
         return cls(weights, tuple(names))
 
     @property
-    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype in the spelling of safetensors, shape)."""
         if self.weights is None:
             return {}
@@ -422,16 +422,16 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     arch = family.read(config)
     shapes, dtypes = weights.shapes(), weights.dtypes()
     expected, packed = _expected_tensors(family.hf_shapes(arch), shapes)
-    copied = {name for name in shapes if family.is_in_mtp_layer(name, arch) and name not in expected}
-    shapes = {name: shape for name, shape in shapes.items() if name not in copied}
+    other_mtp = {name for name in shapes if family.is_in_mtp_layer(name, arch) and name not in expected}
+    shapes = {name: shape for name, shape in shapes.items() if name not in other_mtp}
     if arch.tied_embeddings:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
-    if arch.is_reward_model and family.engine_score_has_bias:
-        shapes.pop(SCORE_BIAS, None)  # mrl writes a bias of 0 for SGLang
+    if arch.is_reward_model and family.engine_classifier_has_bias:
+        shapes.pop(ENGINE_CLASSIFIER_BIAS, None)  # mrl writes a bias of 0 for SGLang
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
     problems += [
         f"{name} of an MTP layer is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}"
-        for name in copied
+        for name in other_mtp
         if dtypes[name] not in ITEM_BYTES
     ]
     for name, shape in shapes.items():

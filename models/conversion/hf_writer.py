@@ -12,14 +12,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from models.architecture import SCORE_BIAS
-from models.conversion.expert_stacks import is_mxfp4, stack_part, stored_name, stored_tensors
+from models.architecture import ENGINE_CLASSIFIER_BIAS
+from models.conversion.expert_stacks import expert_slice_of, is_mxfp4, stored_name, stored_tensors
 from models.conversion.hf_reader import (
     INDEX,
     ITEM_BYTES,
     TORCH_NAMES,
-    CopiedTensors,
     TensorEntry,
+    UnchangedMtpTensors,
     dtype_name,
     file_layout,
     torch_dtype,
@@ -30,7 +30,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 MAX_SHARD_BYTES = 2_000_000_000  # default limit for the size of a weight file
-TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
+TensorSpec = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
 _COPIED_FILES += ("*preprocessor_config.json", "processor_config.json")  # of image models
@@ -41,22 +41,22 @@ class HFFolderWriter:
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
     final name when all its tensors are written. The tensors have the names of the table. If the folder stacks the experts of a
-    layer, each tensor of an expert is written to its part of the stack (models/conversion/expert_stacks.py).
+    layer, each tensor of an expert is written to its slice of the stack (models/conversion/expert_stacks.py).
     """
 
     def __init__(
         self,
         partial: ResumableFolder,
-        tensors: dict[str, TensorKind],
+        tensors: dict[str, TensorSpec],
         max_shard_bytes: int = MAX_SHARD_BYTES,
-        copied: Mapping[str, TensorKind] | None = None,
+        unchanged: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         """`tensors` are all tensors of the table, in order. A tensor larger than `max_shard_bytes` gets a file of its own.
 
-        `copied`: further tensors, which have no influence on the dtype in config.json.
+        `unchanged`: further tensors, which have no influence on the dtype in config.json.
         """
         self._dtype = TORCH_NAMES[main_dtype(tensors)]
-        tensors = {**tensors, **(copied or {})}
+        tensors = {**tensors, **(unchanged or {})}
         self.partial, self.tensors = partial, tensors
         stored = stored_tensors(tensors)
         self._file_of_stored: dict[str, str] = {}
@@ -98,9 +98,10 @@ class HFFolderWriter:
         if file not in self._open:
             self._open[file] = self.partial.unfinished(file).open("wb")
             self._open[file].write(prefix)
-        part, start = stack_part(name), entries[stored_name(name)].start
-        if part is not None:
-            tensor, start = part.oriented(tensor), start + part.index * math.prod(shape) * ITEM_BYTES[dtype]
+        expert_slice, start = expert_slice_of(name), entries[stored_name(name)].start
+        if expert_slice is not None:
+            tensor = expert_slice.oriented(tensor)
+            start += expert_slice.index * math.prod(shape) * ITEM_BYTES[dtype]
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(start)
         # A storage that NumPy uses cannot be resized any more. Therefore NumPy gets a second storage over the same bytes.
@@ -166,8 +167,8 @@ def write_export(
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
         try:
-            copied = CopiedTensors.of(config) if copy_mtp else CopiedTensors(None, ())
-            _export(partial, config, tensors, extra_files, copied)
+            unchanged_mtp = UnchangedMtpTensors.of(config) if copy_mtp else UnchangedMtpTensors(None, ())
+            _export(partial, config, tensors, extra_files, unchanged_mtp)
         except BaseException:
             partial.discard()
             raise
@@ -178,32 +179,34 @@ def _export(
     config: HFConfig,
     tensors: Iterable[tuple[str, Tensor]],
     extra_files: dict[str, str],
-    copied: CopiedTensors,
+    unchanged_mtp: UnchangedMtpTensors,
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
     family = family_of(config)
     arch, dtype = family.read(config), first[1].dtype
     rows = family.param_mappings(arch)
-    kinds = tensor_kinds(rows, arch.sizes, dict.fromkeys(rows, dtype_name(dtype)))
+    specs = tensor_specs(rows, arch.sizes, dict.fromkeys(rows, dtype_name(dtype)))
     constants = (
-        {SCORE_BIAS: torch.zeros(1, dtype=dtype)} if arch.is_reward_model and family.engine_score_has_bias else {}
+        {ENGINE_CLASSIFIER_BIAS: torch.zeros(1, dtype=dtype)}
+        if arch.is_reward_model and family.engine_classifier_has_bias
+        else {}
     )
-    kinds |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
-    sources = family.mtp_copies(arch)
-    kinds |= {copy: kinds[source] for copy, source in sources.items()}
-    writer = HFFolderWriter(partial, kinds, copied=copied.kinds)
+    specs |= {name: (dtype_name(dtype), tuple(tensor.shape)) for name, tensor in constants.items()}
+    sources = family.mtp_duplicates(arch)
+    specs |= {duplicate: specs[source] for duplicate, source in sources.items()}
+    writer = HFFolderWriter(partial, specs, unchanged=unchanged_mtp.specs)
     partial.require_space(writer.num_bytes())
-    for name, tensor in chain([first], remaining, constants.items(), copied):
+    for name, tensor in chain([first], remaining, constants.items(), unchanged_mtp):
         writer.write(name, tensor)
-        for copy in (copy for copy, source in sources.items() if source == name):
-            writer.write(copy, tensor)
+        for duplicate in (duplicate for duplicate, source in sources.items() if source == name):
+            writer.write(duplicate, tensor)
     writer.complete(config.path.parent, extra_files, config.fields)
 
 
-def tensor_kinds(
+def tensor_specs(
     rows: Sequence[ParamMapping], sizes: dict[str, int], dtypes: dict[ParamMapping, str]
-) -> dict[str, TensorKind]:
+) -> dict[str, TensorSpec]:
     """Return name -> (dtype, shape) for the Hugging Face tensors of these rows. Buffers are always float32."""
     return {
         name: ("F32" if row.is_buffer else dtypes[row], shape)
@@ -212,7 +215,7 @@ def tensor_kinds(
     }
 
 
-def main_dtype(tensors: dict[str, TensorKind]) -> str:
+def main_dtype(tensors: dict[str, TensorSpec]) -> str:
     """Return the dtype that most elements of the tensors have."""
     num_elements: dict[str, int] = {}
     for dtype, shape in tensors.values():
@@ -220,7 +223,7 @@ def main_dtype(tensors: dict[str, TensorKind]) -> str:
     return max(num_elements, key=lambda dtype: num_elements[dtype])
 
 
-def _assign_shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
+def _assign_shards(tensors: dict[str, TensorSpec], max_bytes: int) -> Iterator[list[str]]:
     """Yield the tensor names of each file. A file has at most `max_bytes` bytes of tensors, or one larger tensor."""
     names, size = [], 0
     for name, (dtype, shape) in tensors.items():

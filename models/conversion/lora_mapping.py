@@ -30,7 +30,7 @@ def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
     A row cannot have adapters if one of its tensors contains several matrices. Routed experts can have adapters only if `experts`
     is true.
     """
-    return _is_linear(row, experts) and row.num_sections == 1
+    return _is_linear(row, experts) and row.num_concatenated == 1
 
 
 def _is_linear(row: ParamMapping, experts: bool) -> bool:
@@ -57,7 +57,7 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     linears = [row for row in family.param_mappings(arch) if _is_linear(row, lora.experts)]
     rows = [row for row in linears if can_have_adapter(row, lora.experts)]
     known = list(dict.fromkeys(matrix_name(name) for row in rows for name in row.hf))
-    fused = {matrix_name(name): None for row in linears if row.num_sections > 1 for name in row.hf}
+    fused = {matrix_name(name): None for row in linears if row.num_concatenated > 1 for name in row.hf}
     if fused and not lora.targets:
         raise ValueError(
             f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because trainers store "

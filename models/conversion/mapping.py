@@ -1,7 +1,7 @@
 """Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors).
 
 A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
-rank has the whole tensor. If a tensor concatenates several sections, such as queries, keys and values in Phi-3, each section is
+rank has the whole tensor. If a tensor concatenates several parts, such as queries, keys and values in Phi-3, each part is
 split.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is concatenation along
 `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions. This module does not communicate with
 other ranks.
@@ -96,8 +96,8 @@ class ParamMapping:
 
     megatron: str  # parameter name; {layer} and {expert} are indices in the whole model, not indices on a rank
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
-    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If there are more shapes than names, the first tensor has
-    # several sections, one after another along dim 0, such as the queries, keys and values in Phi-3.
+    # Shapes of the Hugging Face tensors, as keys of Architecture.sizes. If there are more shapes than names, the first tensor
+    # concatenates several parts along dim 0, such as the queries, keys and values in Phi-3, and each part has a shape.
     shapes: tuple[tuple[str, ...], ...]
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
     # which models or layers have this parameter; untied models have separate embedding and output weights
@@ -127,69 +127,69 @@ class ParamMapping:
         return replace(self, megatron=self.megatron.replace(f"{{{name}}}", str(index)), hf=hf)
 
     @property
-    def num_sections(self) -> int:
-        """Number of sections of the first Hugging Face tensor. Tensor parallelism splits each section separately."""
+    def num_concatenated(self) -> int:
+        """Number of parts that the first Hugging Face tensor concatenates. Tensor parallelism splits each part separately."""
         return 1 + len(self.shapes) - len(self.hf)
 
-    def first_section(self, name: str) -> int:
-        """Return the index in `shapes` of the first section of the Hugging Face tensor `name`."""
+    def first_shape_index(self, name: str) -> int:
+        """Return the index in `shapes` of the Hugging Face tensor `name`, or of the first part that it concatenates."""
         index = self.hf.index(name)
-        return index + self.num_sections - 1 if index else 0
+        return index + self.num_concatenated - 1 if index else 0
 
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
         shapes = [tuple(sizes[s] for s in shape) for shape in self.shapes]
-        first, others = shapes[: self.num_sections], shapes[self.num_sections :]
+        first, others = shapes[: self.num_concatenated], shapes[self.num_concatenated :]
         if len(first) > 1:
             first = [(sum(shape[0] for shape in first), *first[0][1:])]
         return dict(zip(self.hf, first + others, strict=True))
 
-    def sections(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
-        """Return the sections of each Hugging Face tensor by name. Most tensors have one section, the whole tensor."""
+    def concatenated_boxes(self, sizes: dict[str, int]) -> dict[str, list[Box]]:
+        """Return the concatenated parts of each Hugging Face tensor by name. Most tensors have one part, the whole tensor."""
         boxes = {name: [Box.whole(shape)] for name, shape in self.hf_shapes(sizes).items()}
-        if self.num_sections > 1:
-            assert self.axis == 0, f"{self.megatron}: a tensor with several sections is split along dim 0"
+        if self.num_concatenated > 1:
+            assert self.axis == 0, f"{self.megatron}: a tensor with several concatenated parts is split along dim 0"
             (whole,) = boxes[self.hf[0]]
-            ends = accumulate(self._section_rows(sizes))
+            ends = accumulate(self._concatenated_rows(sizes))
             boxes[self.hf[0]] = [whole.narrow(0, start, end) for start, end in pairwise([0, *ends])]
         return boxes
 
-    def _section_rows(self, sizes: dict[str, int]) -> list[int]:
-        """Return the number of rows of each section of the first Hugging Face tensor."""
-        return [sizes[shape[0]] for shape in self.shapes[: self.num_sections]]
+    def _concatenated_rows(self, sizes: dict[str, int]) -> list[int]:
+        """Return the number of rows of each part that the first Hugging Face tensor concatenates."""
+        return [sizes[shape[0]] for shape in self.shapes[: self.num_concatenated]]
 
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[list[Box]]]:
-        """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each section.
+        """Return for each Hugging Face tensor the boxes of each tensor-parallel rank, one box for each concatenated part.
 
         If every rank has the whole tensor, the list has a single entry, which applies to all ranks.
         """
         ranks = 1 if self.axis is None else tp_size
         return {
             name: [[self.rank_box(box, rank, ranks) for box in boxes] for rank in range(ranks)]
-            for name, boxes in self.sections(sizes).items()
+            for name, boxes in self.concatenated_boxes(sizes).items()
         }
 
-    def rank_box(self, section: Box, rank: int, ranks: int) -> Box:
-        """Return the part of a section that rank `rank` of `ranks` holds."""
+    def rank_box(self, box: Box, rank: int, ranks: int) -> Box:
+        """Return what rank `rank` of `ranks` holds of `box`, which is a whole tensor or one of its concatenated parts."""
         if self.axis is None or ranks == 1:
-            return section
-        rows = -(-section.sizes[self.axis] // ranks)  # the last ranks have padding if the rows do not divide evenly
-        first = section.starts[self.axis]
-        return section.narrow(self.axis, first + rank * rows, first + (rank + 1) * rows)
+            return box
+        rows = -(-box.sizes[self.axis] // ranks)  # the last ranks have padding if the rows do not divide evenly
+        first = box.starts[self.axis]
+        return box.narrow(self.axis, first + rank * rows, first + (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        """Combine the shards of all sections on one rank into the Megatron tensor of the same rank."""
+        """Combine the shards of all parts on one rank into the Megatron tensor of the same rank."""
         (part,) = parts
         return part
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        """Split the Megatron tensor of one rank into shards of all sections. The inverse of `merge`."""
+        """Split the Megatron tensor of one rank into shards of all parts. The inverse of `merge`."""
         return [tensor]
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
         """Convert whole Hugging Face tensors to the Megatron tensor of tensor-parallel rank `tp_rank`."""
-        if self.num_sections > 1:
-            tensors = [*tensors[0].split(self._section_rows(sizes)), *tensors[1:]]
+        if self.num_concatenated > 1:
+            tensors = [*tensors[0].split(self._concatenated_rows(sizes)), *tensors[1:]]
         padded = [self._padded(t, tp_size) for t in tensors]
         if self.axis is None or tp_size == 1:
             return self.merge(padded, sizes)
@@ -203,8 +203,8 @@ class ParamMapping:
         hf_tensors = [
             _cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
         ]
-        if self.num_sections > 1:
-            hf_tensors = [_cat(hf_tensors[: self.num_sections]), *hf_tensors[self.num_sections :]]
+        if self.num_concatenated > 1:
+            hf_tensors = [_cat(hf_tensors[: self.num_concatenated]), *hf_tensors[self.num_concatenated :]]
         shapes = self.hf_shapes(sizes)
         return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, hf_tensors, strict=True)}
 
@@ -273,12 +273,13 @@ class GatedQKVMapping(QKVMapping):
 
 
 @dataclass(frozen=True)
-class HeadGroupsMapping(ParamMapping):
+class RecurrentGroupsMapping(ParamMapping):
     """Input projections of a recurrent layer (gated delta net, Mamba-2), which Megatron stores in one tensor, group after group.
 
-    The rows of each Hugging Face tensor, or section of it, belong to groups of heads: `[groups * rows per group, ...]`. In
-    Megatron's tensor, a group has its rows of the first tensor (or section), then its rows of the second one, and so on. Before
-    it is split over tensor-parallel ranks, a tensor has `sizes["head_groups"]` groups.
+    The rows of each Hugging Face tensor, or of each part that it concatenates, belong to groups of heads:
+    `[groups * rows per group, ...]`. In Megatron's tensor, a group has its rows of the first tensor (or part), then its rows of
+    the second one, and so on. Before it is split over tensor-parallel ranks, a tensor has `sizes["head_groups"]` groups: one
+    for each key head of a gated delta net, or the groups of Mamba-2.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:

@@ -50,25 +50,27 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 class TensorLocation:
     """Where a checkpoint stores the Megatron tensor of a row of the family's table (a ParamMapping): at `stored[key][index]`.
 
-    `index` selects an entry in each leading dim. `counts` are the sizes of these dims: the numbers of stacked layers and experts.
+    `index` selects an entry in each leading dim. `leading_sizes` are the sizes of these dims: the numbers of stacked layers and
+    experts.
     """
 
     key: str
     index: tuple[int, ...]
-    counts: tuple[int, ...]
+    leading_sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, row: ParamMapping, arch: Architecture, stacked: bool) -> "TensorLocation":
-        """Return the location of the tensor of `row`. With `stacked`, all layers share one key."""
-        key, index, counts = row.megatron.replace(*_MTP_DECODER), (), ()
+    def of(cls, row: ParamMapping, arch: Architecture, share_keys: bool) -> "TensorLocation":
+        """Return the location of the tensor of `row`. With `share_keys`, all layers share one key."""
+        key, index, leading_sizes = row.megatron.replace(*_MTP_DECODER), (), ()
         layer = _LAYER.fullmatch(key)
-        if stacked and layer:
-            key, index, counts = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
+        if share_keys and layer:
+            key, index, leading_sizes = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
         if row.expert is not None:
             match = _EXPERT.fullmatch(key)
             assert match, f"{key} has no expert index"
-            key, index, counts = f"{match[1]}.experts.{match[2]}", (*index, row.expert), (*counts, arch.num_experts)
-        return cls(key, index, counts)
+            key, index = f"{match[1]}.experts.{match[2]}", (*index, row.expert)
+            leading_sizes = (*leading_sizes, arch.num_experts)
+        return cls(key, index, leading_sizes)
 
     @property
     def extra_state(self) -> str | None:
@@ -76,11 +78,11 @@ class TensorLocation:
         if not re.search(r"^decoder\..*\.linear_\w+\.weight$", self.key):
             return None
         name = self.key.removesuffix("weight") + "_extra_state"
-        return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.counts or (1,)))}"
+        return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.leading_sizes or (1,)))}"
 
 
-def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model.
+def layers_share_keys(arch: Architecture) -> bool:
+    """Whether Megatron 0.19 stacks the layers of this model, so that they share keys.
 
     It stacks no layers if moe_layer_freq or linear_attention_freq has one entry per layer.
     """
@@ -94,7 +96,7 @@ def contains_mtp(folder: str | Path) -> bool:
     return any(key.startswith(MTP_PREFIX) for key in validate_checkpoint(Path(folder)).state_dict_metadata)
 
 
-def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
+def megatron_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
     """Return the shape of the row's Megatron tensor in a single process, without padding."""
     hf_tensors = [torch.empty(shape, device="meta") for shape in row.hf_shapes(sizes).values()]
     return tuple(row.to_megatron(hf_tensors, sizes, 0, 1).shape)
@@ -116,7 +118,7 @@ class MegatronReader:
         described = metadata.state_dict_metadata.items()
         self._stored = {key: found for key, found in described if isinstance(found, TensorStorageMetadata)}
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
-        self.stacked = not any(re.match(r"decoder\.layers\.\d+\.", key) for key in self._stored)
+        self.layers_share_keys = not any(re.match(r"decoder\.layers\.\d+\.", key) for key in self._stored)
         self._check_tensors(rows)
 
     @property
@@ -131,7 +133,7 @@ class MegatronReader:
 
     def read(self, row: ParamMapping) -> Tensor:
         """Read the row's Megatron tensor into a new tensor, in its single-process shape and without padding rows."""
-        location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
+        location, shape = self._locate(row), megatron_shape(row, self.arch.sizes)
         stored = self._stored[location.key]
         requested = ChunkStorageMetadata(
             torch.Size([*location.index, *[0] * len(shape)]), torch.Size([*[1] * len(location.index), *shape])
@@ -164,7 +166,7 @@ class MegatronReader:
             return torch.load(view, map_location="cpu", weights_only=True)
 
     def _locate(self, row: ParamMapping) -> TensorLocation:
-        return TensorLocation.of(row, self.arch, self.stacked)
+        return TensorLocation.of(row, self.arch, self.layers_share_keys)
 
     def _check_tensors(self, rows: Sequence[ParamMapping]) -> None:
         tensors = {key: tuple(stored.size) for key, stored in self._stored.items()}
@@ -175,9 +177,9 @@ class MegatronReader:
             )
         problems, known = [], set()
         for row in rows:
-            location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
+            location, shape = self._locate(row), megatron_shape(row, self.arch.sizes)
             known.add(location.key)
-            expected, stored_shape = (*location.counts, *shape), tensors.get(location.key)
+            expected, stored_shape = (*location.leading_sizes, *shape), tensors.get(location.key)
             padded = (
                 isinstance(row, VocabMapping)
                 and stored_shape
@@ -306,7 +308,7 @@ def _assign_files(items: Sequence[TensorToWrite], max_bytes: int) -> dict[str, l
 
 def _add_description(described: dict[str, TensorStorageMetadata], item: TensorToWrite) -> torch.Size:
     """Add the tensor `item` to the description of its key. Returns the offset of `item` in the whole tensor of this key."""
-    key, size = item.location.key, torch.Size([*item.location.counts, *item.shape])
+    key, size = item.location.key, torch.Size([*item.location.leading_sizes, *item.shape])
     if key not in described:
         described[key] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), size, [])
     offset = torch.Size([*item.location.index, *[0] * len(item.shape)])

@@ -38,20 +38,20 @@ class MtpNames:
     # the first entry that fits applies
     draft_names: Mapping[str, str]
     max_count: int | None = None  # largest number of MTP layers that the names describe; None: no limit
-    # name of a tensor that is a copy -> name of the tensor of the model that it copies
-    copies: Mapping[str, str] = field(default_factory=dict)
+    # name of a tensor of an MTP layer -> name of the tensor of the model that it duplicates, such as the embedding
+    duplicate_tensors: Mapping[str, str] = field(default_factory=dict)
 
     def draft_prefixes(self, num_layers: int) -> dict[str, str]:
         """Return `draft_names` for the MTP layer after `num_layers` decoder layers, with the prefix of the draft model."""
         names = dict(number=num_layers, depth=0)
         return {name.format(**names): DRAFT_PREFIX + own for name, own in self.draft_names.items()}
 
-    def copies_of(self, num_layers: int, num_mtp_layers: int) -> dict[str, str]:
-        """Return name of a copy -> name of the copied tensor, for all MTP layers of a model with `num_layers` decoder layers."""
+    def duplicates_of(self, num_layers: int, num_mtp_layers: int) -> dict[str, str]:
+        """Return name of a duplicate -> name of its source, for all MTP layers of a model with `num_layers` decoder layers."""
         return {
             name.format(number=num_layers + depth, depth=depth): source
             for depth in range(num_mtp_layers)
-            for name, source in self.copies.items()
+            for name, source in self.duplicate_tensors.items()
         }
 
     def rows(
@@ -88,7 +88,7 @@ class MtpNames:
 
 
 _NUMBERED = "model.layers.{number}"
-# DeepSeek-V3 and GLM-4.5: further decoder layers, with copies of the embedding and of the output layer
+# DeepSeek-V3 and GLM-4.5: further decoder layers, with duplicates of the embedding and of the output layer
 NUMBERED_LAYERS = MtpNames(
     layer=_NUMBERED,
     embedding_norm=f"{_NUMBERED}.enorm.weight",
@@ -101,7 +101,7 @@ NUMBERED_LAYERS = MtpNames(
         **{f"{_NUMBERED}.{name}": f"model.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head")},
         f"{_NUMBERED}.": "model.decoder.",
     },
-    copies={
+    duplicate_tensors={
         f"{_NUMBERED}.embed_tokens.weight": "model.embed_tokens.weight",
         f"{_NUMBERED}.shared_head.head.weight": "lm_head.weight",
     },

@@ -46,7 +46,7 @@ def read_output_weight(folder: str, family_path: str | None, group: ProcessGroup
     return row.to_megatron([weights[name] for name in row.hf], arch.sizes, group.rank(), group.size()).clone()
 
 
-def _copy_of_embedding(rows: Sequence[ParamMapping]) -> ParamMapping:
+def _tied_output_row(rows: Sequence[ParamMapping]) -> ParamMapping:
     """Return the table row of the output layer on the last pipeline stage, which is a copy of the tied embedding."""
     return next(replace(row, megatron=OUTPUT_WEIGHT) for row in rows if row.megatron == EMBEDDING_WEIGHT)
 
@@ -61,17 +61,17 @@ class ParamBridge:
         sizes: dict[str, int],
         dims: ParallelDims,
         num_experts: int = 0,
-        copies: Sequence[ParamMapping] = (),
+        tied_rows: Sequence[ParamMapping] = (),
     ) -> None:
         """`params`: this rank's parameters by their names in the whole model. `num_experts`: number of experts of a layer.
 
-        `copies`: rows of parameters that this rank loads, but does not export. Raises AssertionError if the rows and the
-        parameters of all pipeline stages differ.
+        `tied_rows`: rows of parameters tied to those of `rows`: this rank loads them, but does not export them. Raises
+        AssertionError if the rows and the parameters of all pipeline stages differ.
         """
-        self.rows, self.params, self.sizes, self.dims, self.copies = rows, params, sizes, dims, copies
+        self.rows, self.params, self.sizes, self.dims, self.tied_rows = rows, params, sizes, dims, tied_rows
         # number of all experts of a layer, and number of those on each expert-parallel rank
         self.num_experts, self.local_experts = num_experts, num_experts // dims.ep
-        self.row_of_megatron = {row.megatron: row for row in [*copies, *rows]}
+        self.row_of_megatron = {row.megatron: row for row in [*tied_rows, *rows]}
         self._stage_of = self._find_stages()
         self.row_of_hf = {name: row for row in rows for name in row.hf}
 
@@ -92,7 +92,7 @@ class ParamBridge:
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time."""
-        for row in [*self.rows, *self.copies]:
+        for row in [*self.rows, *self.tied_rows]:
             param, stored = self.params.get(row.megatron), self._stored_row(row, weights)
             if param is None or stored is None:
                 continue
@@ -132,8 +132,8 @@ class ParamBridge:
             group = _shard_group(row)
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
             own_boxes = boxes[group.rank() if len(boxes) > 1 else 0]
-            section = next(index for index, own_box in enumerate(own_boxes) if own_box.contains(box))
-            return last[1][row.first_section(name) + section][box.within(own_boxes[section]).slices]
+            part = next(index for index, own_box in enumerate(own_boxes) if own_box.contains(box))
+            return last[1][row.first_shape_index(name) + part][box.within(own_boxes[part]).slices]
 
         return read
 
@@ -232,9 +232,9 @@ class WeightBridge(ParamBridge):
         if self.own_head:
             rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + self.own_head
         params = {name: p for chunk in chunks for name, p in global_names(chunk, arch.num_experts // dims.ep)}
-        has_copy = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in params
-        copies = [_copy_of_embedding(rows)] if has_copy else []
-        super().__init__(rows, params, arch.sizes | {"one": 1}, dims, arch.num_experts, copies)
+        has_tied_output = head == "vocabulary" and arch.tied_embeddings and OUTPUT_WEIGHT in params
+        tied_rows = [_tied_output_row(rows)] if has_tied_output else []
+        super().__init__(rows, params, arch.sizes | {"one": 1}, dims, arch.num_experts, tied_rows)
 
     def _stored_row(self, row: ParamMapping, weights: HFWeights) -> ParamMapping | None:
         """As in ParamBridge, but return None for a head that the checkpoint lacks: the head keeps its initial values.

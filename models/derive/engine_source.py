@@ -26,8 +26,8 @@ class EngineSource:
         """Whether the source mentions the config field."""
         return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
 
-    def fusions(self, tensors: set[str]) -> dict[str, tuple[str, ...]]:
-        """Return `engine_fusions` of a family whose tensors have these names (with {layer} and {expert})."""
+    def derive_fused_params(self, tensors: set[str]) -> dict[str, tuple[str, ...]]:
+        """Return `engine_fused_params` of a family whose tensors have these names (with {layer} and {expert})."""
         found = {}
         for fused, parts in self.stacked.items():
             for kind in ("weight", "bias"):

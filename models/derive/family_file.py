@@ -1,4 +1,4 @@
-"""Returns the text of a family file: imports, `translate`, the table, `engine_fusions` and `defaults`."""
+"""Returns the text of a family file: imports, `translate`, the table, `engine_fused_params` and `defaults`."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _BLOCKS = (
         "DENSE_MLP",
         "DENSE_MLP_BIAS",
         "EMBEDDINGS",
-        "ENGINE_FUSIONS",
+        "ENGINE_FUSED_PARAMS",
         "FULL_ATTENTION_DEFAULTS",
     ),
     *(
@@ -30,7 +30,7 @@ _BLOCKS = (
         "PROJECTION_NORMS",
         "check_full_attention",
     ),
-    *("moe_fusions", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
+    *("moe_fused_params", "moe_mlp", "read_decoder", "read_sigmoid_routed_moe", "sigmoid_routed_moe_parts"),
     *("read_layers_without_rope", "read_query_scaling"),
 )
 # Code of `translate` for latent attention: lines before the call of read_decoder, further arguments, and lines after the call.
@@ -90,7 +90,7 @@ class FamilyPlan:
     )  # fields of Architecture that read_decoder does not set
     # field -> its value in the config from which the family is derived; `translate` refuses other values
     fixed_fields: dict[str, Any] = field(default_factory=dict)
-    fusions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Family.engine_fusions
+    fused_params: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Family.engine_fused_params
     defaults: dict[str, Any] = field(default_factory=dict)
     unsupported_parts: tuple[str, ...] = ()  # Family.engine_unsupported_parts
     supported_by_sglang: bool = True  # whether SGLang implements the architecture
@@ -156,11 +156,11 @@ class FamilyPlan:
 
     def _family(self) -> str:
         table = "".join(f"        {code},\n" for code, _ in self.row_groups)
-        fusions = "".join(f'        "{name}": {_tuple(parts)},\n' for name, parts in self.fusions.items())
-        fusions = f"{{\n{fusions}    }}" if fusions else "{}"
+        entries = "".join(f'        "{name}": {_tuple(parts)},\n' for name, parts in self.fused_params.items())
+        fused_params = f"{{\n{entries}    }}" if entries else "{}"
         lines = [f"{self.constant} = Family("]
         lines += [f'    architecture="{self.architecture}",', "    translate=translate,"]
-        lines += [f"    table=(\n{table}    ),", f"    engine_fusions={fusions},"]
+        lines += [f"    table=(\n{table}    ),", f"    engine_fused_params={fused_params},"]
         lines.append(format_call("    defaults=dict(", _keywords(self.defaults), "),"))
         if self.unsupported_parts:
             lines.append(f"    engine_unsupported_parts=frozenset({_tuple(self.unsupported_parts)}),")

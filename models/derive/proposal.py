@@ -93,7 +93,7 @@ class Proposal:
 
 
 def _differs(structure: Structure, other: Structure) -> bool:
-    return (structure.layers, structure.top) != (other.layers, other.top)
+    return (structure.layers, structure.outside_layers) != (other.layers, other.outside_layers)
 
 
 def propose(config_fields: dict[str, Any]) -> Proposal:
@@ -111,7 +111,7 @@ def propose(config_fields: dict[str, Any]) -> Proposal:
         proposal.problems.append(
             "quantization_config: mrl loads weights in bfloat16, float16 or float32; convert them first"
         )
-    if proposal.problems and "embedding" not in variants[0].structure.top:
+    if proposal.problems and "embedding" not in variants[0].structure.outside_layers:
         return proposal
     try:
         _plan_table(proposal)
@@ -251,7 +251,7 @@ def _plan_engine(proposal: Proposal) -> None:
         deciding = {part: re.findall(r'config\["(\w+)"\]', code) for part, code in plan.parts.items()}
         plan.unsupported_parts = tuple(p for p, names in deciding.items() if not all(map(source.mentions, names)))
         rows = [row for _, group in plan.row_groups for row in group if row.part not in plan.unsupported_parts]
-        plan.fusions = source.fusions({name for row in rows for name in row.hf})
+        plan.fused_params = source.derive_fused_params({name for row in rows for name in row.hf})
     cls = AutoModelForCausalLM._model_mapping[config_class(proposal.config_fields)]
     ignored = cls._keys_to_ignore_on_load_unexpected or ()
     plan.has_mtp_layers = any(re.match(r"(model\\?\.)?layers\\?\.\d", pattern) for pattern in ignored)

@@ -25,8 +25,8 @@ _INDENT = " " * 8
 def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
     """Return kind of block -> slot -> name of the tensor, for all blocks of all layers and variants.
 
-    The kind "top" has the tensors outside of layers. The kind "norms" has the slots attention_norm, mlp_norm and moe_norm for
-    norms before the blocks, and after_attention and after_mlp for norms of the outputs of the blocks.
+    The kind "outside_layers" has the tensors outside of layers. The kind "norms" has the slots attention_norm, mlp_norm and
+    moe_norm for norms before the blocks, and after_attention and after_mlp for norms of the outputs of the blocks.
 
     Raises:
         ValueError: a slot has tensors with different names in two layers.
@@ -42,7 +42,7 @@ def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
                 )
 
     for structure in structures:
-        add("top", structure.top)
+        add("outside_layers", structure.outside_layers)
         for layer in structure.layers:
             for match in (layer.mixer, layer.mlp):
                 if isinstance(match, Match):
@@ -59,7 +59,7 @@ def table_groups(slots: dict[str, dict[str, str]], optional_qk_norms: bool) -> l
     `optional_qk_norms`: whether a field of the config says if queries and keys have norms.
     """
     norms = slots.get("norms", {})
-    groups: list[tuple[str, Rows]] = [_named("EMBEDDINGS", _embeddings(slots["top"]))]
+    groups: list[tuple[str, Rows]] = [_named("EMBEDDINGS", _embeddings(slots["outside_layers"]))]
     if "attention" in slots:
         groups += _attention_groups(slots["attention"], norms["attention_norm"], optional_qk_norms)
     if "latent_attention" in slots:
@@ -80,13 +80,13 @@ def _named(block: str, rows: Rows) -> tuple[str, Rows]:
     return (f"*{block}", rows) if rows == known else (rows_code(rows), rows)
 
 
-def _embeddings(top: dict[str, str]) -> Rows:
+def _embeddings(slots: dict[str, str]) -> Rows:
     rows: list[ParamMapping] = [
-        VocabMapping("embedding.word_embeddings.weight", (top["embedding"],), _VOCAB, 0),
-        ParamMapping("decoder.final_layernorm.weight", (top["final_norm"],), (_HIDDEN,)),
+        VocabMapping("embedding.word_embeddings.weight", (slots["embedding"],), _VOCAB, 0),
+        ParamMapping("decoder.final_layernorm.weight", (slots["final_norm"],), (_HIDDEN,)),
     ]
-    if "output" in top:
-        rows.append(VocabMapping("output_layer.weight", (top["output"],), _VOCAB, 0, present_in="untied_models"))
+    if "output" in slots:
+        rows.append(VocabMapping("output_layer.weight", (slots["output"],), _VOCAB, 0, present_in="untied_models"))
     return tuple(rows)
 
 

@@ -41,7 +41,7 @@ class Layer:
 class Structure:
     """The parts of a model, and the problems: one line for each operator that a derived family cannot have."""
 
-    top: dict[str, str] = field(default_factory=dict)  # embedding, final_norm and output -> name of the tensor
+    outside_layers: dict[str, str] = field(default_factory=dict)  # embedding, final_norm, output -> name of the tensor
     layers: list[Layer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     error: float = 0.0  # largest difference of a norm or of a residual, divided by the largest output
@@ -70,7 +70,7 @@ def find_structure(model: TinyModel) -> Structure:
         return found
     for index in range(model.config.num_hidden_layers):
         found.layers.append(_find_layer(model, prefix, index, found))
-    _find_top(model, prefix, found)
+    _find_outside_layers(model, prefix, found)
     unused = set(model.tensors) - _used_names(found, model)
     for name in sorted({_pattern(name, prefix) for name in unused}):
         found.add_problem(f"tensor {name}: no known operator uses it")
@@ -91,7 +91,7 @@ def _pattern(name: str, prefix: str) -> str:
 
 
 def _used_names(found: Structure, model: TinyModel) -> set[str]:
-    used = set(found.top.values())
+    used = set(found.outside_layers.values())
     for index, layer in enumerate(found.layers):
         matches = [match for match in (layer.mixer, layer.mlp) if match is not None]
         for name in [*layer.norms.values(), *(n for match in matches for n in match.slots.values())]:
@@ -272,7 +272,7 @@ def _powers(number: float) -> list[float]:
     return [number, 1 / number, number**0.5, number**-0.5]
 
 
-def _find_top(model: TinyModel, prefix: str, found: Structure) -> None:
+def _find_outside_layers(model: TinyModel, prefix: str, found: Structure) -> None:
     """Find embedding, final norm and output layer, and check how they are connected with the layers."""
     vocab, hidden = model.config.vocab_size, model.config.hidden_size
     outside = {name: tensor for name, tensor in model.tensors.items() if not name.startswith(f"{prefix}.")}
@@ -283,12 +283,12 @@ def _find_top(model: TinyModel, prefix: str, found: Structure) -> None:
     if embedding is None:
         found.add_problem("embedding: the input of the first layer is not the embedding of the tokens")
         return
-    found.top["embedding"] = embedding
+    found.outside_layers["embedding"] = embedding
     if (factor := factors[embedding] or 1.0) != 1.0:
         found.add_problem(f"embedding: it is multiplied by {factor:.6g}{fields_with(model.all_fields, factor)}")
     output = next((name for name in tables if name != embedding), None)
     if output:
-        found.top["output"] = output
+        found.outside_layers["output"] = output
     norms = {name: tensor for name, tensor in outside.items() if tuple(tensor.shape) == (hidden,)}
     _find_final_norm(
         model, model.calls[f"{prefix}.{len(found.layers) - 1}"].y, norms, outside[output or embedding], found
@@ -304,7 +304,7 @@ def _find_final_norm(
         remarks = _logits_remarks(model, logits)
         if remarks is None:
             continue
-        found.top["final_norm"] = name
+        found.outside_layers["final_norm"] = name
         for remark in remarks:
             found.add_problem(remark)
         if plus_one:

@@ -21,10 +21,10 @@ def summary(proposal: Proposal) -> list[Line]:
         )
     for part, code in proposal.plan.parts.items():
         lines.append((f"part {part}", code.replace("config", "").strip(), _variant_evidence(proposal, code)))
-    lines.append(("embeddings", ", ".join(base.top.values()), "logits = norm x matrix"))
+    lines.append(("embeddings", ", ".join(base.outside_layers.values()), "logits = norm x matrix"))
     if proposal.engine is not None:
-        fused = ", ".join(f"{name} = {' + '.join(parts)}" for name, parts in proposal.plan.fusions.items())
-        lines.append(("engine_fusions", fused, proposal.engine.file.name + " of SGLang"))
+        fused = ", ".join(f"{name} = {' + '.join(parts)}" for name, parts in proposal.plan.fused_params.items())
+        lines.append(("engine_fused_params", fused, proposal.engine.file.name + " of SGLang"))
     return lines
 
 

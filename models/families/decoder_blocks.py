@@ -104,7 +104,7 @@ DENSE_MLP_BIAS = (
         part="mlp_bias",
     ),
 )
-ENGINE_FUSIONS: dict[str, tuple[str, ...]] = {
+ENGINE_FUSED_PARAMS: dict[str, tuple[str, ...]] = {
     "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
     "qkv_proj.bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
     "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
@@ -156,8 +156,8 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
     )
 
 
-def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Return the `engine_fusions` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
+def moe_fused_params(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """Return the `engine_fused_params` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
 
     SGLang stacks the matrices of all experts of a layer in two parameters: one for gate and up projections, and one for down
     projections.
@@ -330,7 +330,7 @@ SIGMOID_ROUTED_MOE = (
         part="shared_experts",
     ),
 )
-SIGMOID_ROUTED_MOE_FUSIONS = moe_fusions(*_EXPERT_MATRICES)
+SIGMOID_ROUTED_MOE_FUSED_PARAMS = moe_fused_params(*_EXPERT_MATRICES)
 SIGMOID_ROUTED_MOE_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_prob=True)
 
 

@@ -16,7 +16,7 @@ from models.families.decoder_blocks import (
     EMBEDDINGS,
     SIGMOID_ROUTED_MOE,
     SIGMOID_ROUTED_MOE_DEFAULTS,
-    SIGMOID_ROUTED_MOE_FUSIONS,
+    SIGMOID_ROUTED_MOE_FUSED_PARAMS,
     read_decoder,
     read_sigmoid_routed_moe,
     sigmoid_routed_moe_parts,
@@ -131,11 +131,11 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     translate=translate,
     table=(*EMBEDDINGS, *LATENT_ATTENTION, *DENSE_MLP, *SIGMOID_ROUTED_MOE),
-    engine_fusions={
+    engine_fused_params={
         "fused_qkv_a_proj_with_mqa.weight": ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
         "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
     }
-    | SIGMOID_ROUTED_MOE_FUSIONS,
+    | SIGMOID_ROUTED_MOE_FUSED_PARAMS,
     defaults=DEFAULTS
     | SIGMOID_ROUTED_MOE_DEFAULTS
     | dict(

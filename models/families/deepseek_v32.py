@@ -133,7 +133,7 @@ DEEPSEEK_V32 = Family(
     architecture="DeepseekV32ForCausalLM",
     translate=translate_deepseek,
     table=TABLE,
-    engine_fusions=DEEPSEEK_V3.engine_fusions,
+    engine_fused_params=DEEPSEEK_V3.engine_fused_params,
     defaults=_DEFAULTS,
     engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
     engine_dtype="bfloat16",  # SGLang stores weights_proj in bfloat16, and its sparse attention computes in bfloat16
@@ -145,7 +145,7 @@ GLM_MOE_DSA = Family(
     translate=translate_glm,
     table=TABLE,
     # On a GPU, SGLang fuses two matrices of an indexer whose RoPE rotates neighbors.
-    engine_fusions=DEEPSEEK_V3.engine_fusions
+    engine_fused_params=DEEPSEEK_V3.engine_fused_params
     | {"indexer.wk_weights_proj.weight": ("indexer.wk.weight", "indexer.weights_proj.weight")},
     defaults=_DEFAULTS
     | dict(

@@ -11,7 +11,7 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     OUTPUT_PROJECTION_BIAS,
     POST_NORMS,
     QK_NORMS,
@@ -58,7 +58,7 @@ GEMMA3 = Family(
         replace(DENSE_MLP[0], hf=("model.layers.{layer}.pre_feedforward_layernorm.weight",)),
         *DENSE_MLP[1:],
     ),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS
     | dict(
         hidden_activation="gelu_pytorch_tanh",

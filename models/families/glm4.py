@@ -66,7 +66,7 @@ GLM4 = Family(
             (("hidden",),),
         ),
     ),
-    engine_fusions={
+    engine_fused_params={
         "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
         "qkv_proj.bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
     },

@@ -12,12 +12,12 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     QK_NORMS,
     QKV_BIAS,
     SIGMOID_ROUTED_MOE,
     SIGMOID_ROUTED_MOE_DEFAULTS,
-    SIGMOID_ROUTED_MOE_FUSIONS,
+    SIGMOID_ROUTED_MOE_FUSED_PARAMS,
     read_decoder,
     read_sigmoid_routed_moe,
     sigmoid_routed_moe_parts,
@@ -45,7 +45,7 @@ GLM4_MOE = Family(
         *(*ATTENTION, *QKV_BIAS, *(replace(row, part="qk_norms") for row in QK_NORMS)),
         *(*DENSE_MLP, *SIGMOID_ROUTED_MOE),
     ),
-    engine_fusions=ENGINE_FUSIONS | SIGMOID_ROUTED_MOE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS | SIGMOID_ROUTED_MOE_FUSED_PARAMS,
     defaults=DEFAULTS
     | SIGMOID_ROUTED_MOE_DEFAULTS
     | dict(

@@ -15,7 +15,7 @@ from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     MOE_NORM,
     OUTPUT_PROJECTION_BIAS,
     QKV_BIAS,
@@ -90,7 +90,7 @@ GPT_OSS = Family(
         ParamMapping(f"{_EXPERT}.linear_fc2.weight", (f"{_HF_EXPERT}.down_proj",), (("hidden", "moe_ffn"),), axis=1),
         ParamMapping(f"{_EXPERT}.linear_fc2.bias", (f"{_HF_EXPERT}.down_proj_bias",), (("hidden",),)),
     ),
-    engine_fusions=ENGINE_FUSIONS
+    engine_fused_params=ENGINE_FUSED_PARAMS
     | {
         "experts.w13_weight": ("experts.{expert}.gate_up_proj",),
         "experts.w13_weight_bias": ("experts.{expert}.gate_up_proj_bias",),

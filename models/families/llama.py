@@ -7,7 +7,7 @@ from models.families.decoder_blocks import (
     DENSE_MLP,
     DENSE_MLP_BIAS,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     OUTPUT_PROJECTION_BIAS,
     QKV_BIAS,
     attention_parts,
@@ -28,7 +28,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     translate=translate,
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS
     | dict(attention_bias=False, mlp_bias=False, head_dim=None, num_key_value_heads=None, rope_interleaved=False),
     engine_unsupported_parts=frozenset(["mlp_bias"]),

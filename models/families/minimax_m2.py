@@ -11,9 +11,9 @@ from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     PROJECTION_NORMS,
-    moe_fusions,
+    moe_fused_params,
     moe_mlp,
     read_decoder,
 )
@@ -75,7 +75,7 @@ MINIMAX_M2 = Family(
             is_buffer=True,
         ),
     ),
-    engine_fusions=ENGINE_FUSIONS | moe_fusions(*_MATRICES),
+    engine_fused_params=ENGINE_FUSED_PARAMS | moe_fused_params(*_MATRICES),
     defaults=DEFAULTS
     | _WITHOUT_EFFECT
     | dict(

@@ -38,7 +38,7 @@ MINISTRAL3 = Family(
         *ATTENTION,
         *DENSE_MLP,
     ),
-    engine_fusions={
+    engine_fused_params={
         "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
         "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
     },

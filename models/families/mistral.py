@@ -6,7 +6,7 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     check_no_window,
     read_decoder,
 )
@@ -23,6 +23,6 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     translate=translate,
     table=(*EMBEDDINGS, *ATTENTION, *DENSE_MLP),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS | dict(head_dim=None, num_key_value_heads=8, sliding_window=4096),
 )

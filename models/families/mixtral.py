@@ -5,8 +5,8 @@ from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
-    moe_fusions,
+    ENGINE_FUSED_PARAMS,
+    moe_fused_params,
     moe_mlp,
     read_decoder,
 )
@@ -30,7 +30,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     translate=translate,
     table=(*EMBEDDINGS, *ATTENTION, *moe_mlp("block_sparse_moe", "w1", "w3", "w2")),
-    engine_fusions=ENGINE_FUSIONS | moe_fusions("w1", "w3", "w2"),
+    engine_fused_params=ENGINE_FUSED_PARAMS | moe_fused_params("w1", "w3", "w2"),
     defaults=DEFAULTS
     | dict(
         rms_norm_eps=1e-5,

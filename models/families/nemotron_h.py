@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from models.architecture import Architecture, Block, Family
-from models.conversion.mapping import HeadGroupsMapping, ParamMapping, QKVMapping, VocabMapping
-from models.families.decoder_blocks import ENGINE_FUSIONS, read_sigmoid_router
+from models.conversion.mapping import ParamMapping, QKVMapping, RecurrentGroupsMapping, VocabMapping
+from models.families.decoder_blocks import ENGINE_FUSED_PARAMS, read_sigmoid_router
 from models.hf_config import HFConfig
 
 # letter of hybrid_override_pattern -> block
@@ -48,13 +48,13 @@ def _norm(megatron: str, block: Block) -> ParamMapping:
 _MAMBA = tuple(
     replace(row, present_in="recurrent_layers")
     for row in (
-        HeadGroupsMapping(
+        RecurrentGroupsMapping(
             f"{_MIXER}.conv_weight",
             (f"{_HF}.conv1d.weight",),
             (("values", *_KERNEL), ("states", *_KERNEL), ("states", *_KERNEL)),
             axis=0,
         ),
-        HeadGroupsMapping(
+        RecurrentGroupsMapping(
             f"{_MIXER}.conv_bias",
             (f"{_HF}.conv1d.bias",),
             (("values",), ("states",), ("states",)),
@@ -66,7 +66,7 @@ _MAMBA = tuple(
         ParamMapping(f"{_MIXER}.D", (f"{_HF}.D",), (_HEADS,), axis=0),
         ParamMapping(f"{_MIXER}.norm_weight", (f"{_HF}.norm.weight",), (("values",),), axis=0),
         ParamMapping(f"{_MIXER}.linear_proj.weight", (f"{_HF}.out_proj.weight",), (("hidden", "values"),), axis=1),
-        HeadGroupsMapping(
+        RecurrentGroupsMapping(
             f"{_MIXER}.linear_in.weight",
             (f"{_HF}.in_proj.weight",),
             (_VALUES, _VALUES, _STATES, _STATES, (*_HEADS, "hidden")),
@@ -282,8 +282,8 @@ NEMOTRON_H = Family(
         *(_norm(f"{_MLP}.linear_fc1.layer_norm_weight", "dense"), *_mlp(_MLP, _HF, "ffn", "dense")),
         *(_norm(f"{_LAYER}.pre_mlp_layernorm.weight", "moe"), *_MOE),
     ),
-    engine_fusions={
-        "qkv_proj.weight": ENGINE_FUSIONS["qkv_proj.weight"],
+    engine_fused_params={
+        "qkv_proj.weight": ENGINE_FUSED_PARAMS["qkv_proj.weight"],
         "experts.w13_weight": ("experts.{expert}.up_proj.weight",),
         "experts.w2_weight": ("experts.{expert}.down_proj.weight",),
     },

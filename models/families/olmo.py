@@ -12,7 +12,7 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     OUTPUT_PROJECTION_BIAS,
     POST_NORMS,
     PROJECTION_NORMS,
@@ -57,7 +57,7 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     translate=translate_olmo2,
     table=_TABLE,
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=_DEFAULTS,
     engine_unsupported_parts=frozenset([_OTHER_HEADS]),
 )
@@ -65,7 +65,7 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     translate=translate_olmo3,
     table=_TABLE,
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=_DEFAULTS | dict(rope_theta=500000.0, sliding_window=4096, layer_types=None),
     supported_by_sglang=False,
 )

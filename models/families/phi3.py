@@ -44,7 +44,7 @@ PHI3 = Family(
             for row in (*ATTENTION, *DENSE_MLP)
         ),
     ),
-    engine_fusions={},  # SGLang stores the same fused tensors
+    engine_fused_params={},  # SGLang stores the same fused tensors
     defaults=DEFAULTS
     | dict(
         rms_norm_eps=1e-5,

@@ -11,14 +11,14 @@ from models.families.decoder_blocks import (
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     FULL_ATTENTION_DEFAULTS,
     OUTPUT_PROJECTION_BIAS,
     QK_NORMS,
     QKV_BIAS,
     attention_parts,
     check_full_attention,
-    moe_fusions,
+    moe_fused_params,
     moe_mlp,
     read_decoder,
 )
@@ -35,9 +35,9 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     translate=translate_qwen3,
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS, *DENSE_MLP),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
-    engine_score_has_bias=True,
+    engine_classifier_has_bias=True,
 )
 
 
@@ -66,7 +66,7 @@ QWEN3_MOE = Family(
         *(*ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *QK_NORMS),
         *(*DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
     ),
-    engine_fusions=ENGINE_FUSIONS | moe_fusions("gate_proj", "up_proj", "down_proj"),
+    engine_fused_params=ENGINE_FUSED_PARAMS | moe_fused_params("gate_proj", "up_proj", "down_proj"),
     defaults=DEFAULTS
     | FULL_ATTENTION_DEFAULTS
     | dict(
@@ -91,7 +91,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     translate=translate_qwen2,
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(head_dim=None, num_key_value_heads=32, use_mrope=False),
-    engine_score_has_bias=True,
+    engine_classifier_has_bias=True,
 )

@@ -85,7 +85,7 @@ QWEN2_5_VL = Family(
         *(*decoder.EMBEDDINGS, *decoder.ATTENTION, *decoder.QKV_BIAS, *decoder.DENSE_MLP),
         *tower_rows("visual.", _TOWER),
     ),
-    engine_fusions=decoder.ENGINE_FUSIONS,
+    engine_fused_params=decoder.ENGINE_FUSED_PARAMS,
     peft_prefixes={"model.layers.": "model.language_model.layers."},
     defaults=dict(image_token_id=151655, tie_word_embeddings=False),
 )

@@ -9,19 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from models.architecture import Architecture, Family
-from models.conversion.mapping import GatedMLPMapping, GatedQKVMapping, HeadGroupsMapping, ParamMapping
+from models.conversion.mapping import GatedMLPMapping, GatedQKVMapping, ParamMapping, RecurrentGroupsMapping
 from models.conversion.mtp_mapping import PREFIXED_LAYER
 from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     OUTPUT_PROJECTION_BIAS,
     QK_NORMS,
     QKV_BIAS,
     attention_parts,
-    moe_fusions,
+    moe_fused_params,
     moe_mlp,
     read_decoder,
 )
@@ -71,7 +71,7 @@ def _recurrent(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]
     `projections`: Hugging Face names of the matrices that read the layer's input. `shapes`: see ParamMapping.shapes.
     """
     rows = (
-        HeadGroupsMapping(
+        RecurrentGroupsMapping(
             f"{_MEGATRON}.conv_weight",
             (f"{_HF}.conv1d.weight",),
             (("gdn_k", *_KERNEL), ("gdn_k", *_KERNEL), ("gdn_v", *_KERNEL)),
@@ -81,7 +81,7 @@ def _recurrent(projections: tuple[str, ...], shapes: tuple[tuple[str, ...], ...]
         ParamMapping(f"{_MEGATRON}.A_log", (f"{_HF}.A_log",), (("gdn_v_heads",),), axis=0),
         ParamMapping(f"{_MEGATRON}.norm_weight", (f"{_HF}.norm.weight",), (("gdn_v_channels",),)),
         ParamMapping(f"{_MEGATRON}.linear_proj.weight", (f"{_HF}.out_proj.weight",), (("hidden", "gdn_v"),), axis=1),
-        HeadGroupsMapping(
+        RecurrentGroupsMapping(
             f"{_MEGATRON}.linear_in.weight", tuple(f"{_HF}.{name}.weight" for name in projections), shapes, axis=0
         ),
         ParamMapping(
@@ -208,7 +208,7 @@ QWEN3_5 = Family(
         *_recurrent(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (_K, _K, _V, _V, _HEADS, _HEADS)),
         *DENSE_MLP,
     ),
-    engine_fusions=ENGINE_FUSIONS
+    engine_fused_params=ENGINE_FUSED_PARAMS
     | {
         "in_proj_qkvz.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
         "in_proj_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
@@ -252,7 +252,7 @@ QWEN3_NEXT = Family(
         *_recurrent(("in_proj_qkvz", "in_proj_ba"), (("gdn_qkvz", "hidden"), ("gdn_ba", "hidden"))),
         *(*DENSE_MLP, *moe_mlp("mlp", *_MATRICES), *_SHARED_EXPERT),
     ),
-    engine_fusions=ENGINE_FUSIONS | moe_fusions(*_MATRICES),
+    engine_fused_params=ENGINE_FUSED_PARAMS | moe_fused_params(*_MATRICES),
     defaults=_DEFAULTS
     | dict(
         num_key_value_heads=2,

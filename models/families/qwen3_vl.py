@@ -97,7 +97,7 @@ QWEN3_VL = Family(
         ),
         *tower_rows("model.visual.", _TOWER),
     ),
-    engine_fusions=decoder.ENGINE_FUSIONS,
+    engine_fused_params=decoder.ENGINE_FUSED_PARAMS,
     engine_prefixes={"model.language_model.": "model."},
     defaults=dict(image_token_id=151655, tie_word_embeddings=False),
 )

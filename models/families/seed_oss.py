@@ -12,7 +12,7 @@ from models.families.decoder_blocks import (
     DENSE_MLP,
     DENSE_MLP_BIAS,
     EMBEDDINGS,
-    ENGINE_FUSIONS,
+    ENGINE_FUSED_PARAMS,
     OUTPUT_PROJECTION_BIAS,
     QKV_BIAS,
     read_decoder,
@@ -32,7 +32,7 @@ SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     translate=translate,
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *OUTPUT_PROJECTION_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fused_params=ENGINE_FUSED_PARAMS,
     defaults=DEFAULTS
     | dict(attention_bias=True, attention_out_bias=False, mlp_bias=False, head_dim=128, num_key_value_heads=8),
     supported_by_sglang=False,

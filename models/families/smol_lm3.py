@@ -44,7 +44,7 @@ SMOL_LM3 = Family(
         *DENSE_MLP,
         *DENSE_MLP_BIAS,
     ),
-    engine_fusions={},
+    engine_fused_params={},
     defaults=dict(
         hidden_act="silu",
         attention_dropout=0.0,

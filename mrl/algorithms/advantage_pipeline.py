@@ -20,8 +20,8 @@ from mrl.algorithms.inputs import (
     Advantages,
     ScoredBatch,
     broadcast_to_tokens,
-    join_extra_columns,
-    needs_of,
+    join_precomputed_columns,
+    required_inputs_of,
     to_numbers,
 )
 from mrl.algorithms.kl import KLPenalty
@@ -33,39 +33,40 @@ from mrl.core.types import Column
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the columns that the losses need: advantages, returns, and the extra columns of the loss and the correction.
+    """Computes the columns that the losses need: advantages, returns, and precomputed columns of the loss and the correction.
 
-    A column [R] has one number for each of the R sampled tokens. An extra column is a column that a loss or a correction computes
-    from the whole step, before the step is divided into mini-batches (Loss.extra_columns).
+    A column [R] has one number for each of the R sampled tokens. A precomputed column is a column that a loss or a correction
+    computes from the whole step, before the step is divided into mini-batches (Loss.precomputed_columns).
 
     The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them if `whiten` is set, and
-    computes the extra columns. Responses without sampled tokens are ignored: the mean reward of a group does not include them.
+    computes the precomputed columns. Responses without sampled tokens are ignored: the mean reward of a group does not include
+    them.
 
     Offline rows (rows of data.offline.path) may have an advantage from the config (data.offline.advantage, passed in
     `ScoredBatch.offline_advantages`). This advantage replaces the estimated advantage after the whitening.
 
     After all columns are computed, `resampling` decides how many times each response counts in the loss. A response that counts
-    0 times is rejected. A response with an offline advantage always counts once.
+    0 times is excluded. A response with an offline advantage always counts once.
 
-    With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
-    extra columns. A rejected response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
+    With `mask_truncated`, truncated responses are excluded: they do not count in the loss, in the whitening and in the
+    precomputed columns. An excluded response still counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
     """
 
     advantage: Advantage
-    loss: Loss  # the objective or a policy loss; only its `extra_columns` and `needs` are used
+    loss: Loss  # the objective or a policy loss; only its `precomputed_columns` and `required_inputs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
     mask_truncated: bool = False  # exclude responses that the token limit or the turn limit ended (overlong filtering)
     resampling: Resampling | None = None  # None: each response counts once in the loss
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Names of the inputs that the estimator, the loss and the KL penalty read, in the form of AlgorithmParts.needs.
+    def required_inputs(self) -> frozenset[str]:
+        """Names of the inputs that the estimator, the loss and the KL penalty read, as in AlgorithmParts.required_inputs.
 
         An input is a column, a teacher output, or "greedy_rewards": the reward of a greedy response to each prompt.
         """
-        needs = needs_of(self.advantage) | needs_of(self.loss)
-        return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
+        required_inputs = required_inputs_of(self.advantage) | required_inputs_of(self.loss)
+        return required_inputs | self.kl.required_inputs | {"old_logprobs"} if self.kl else required_inputs
 
     def __call__(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float, seed: Sequence[int]
@@ -74,15 +75,15 @@ class AdvantagePipeline:
 
         Args:
             scored: responses and rewards.
-            columns: name -> column [R], for each column in `needs`.
+            columns: name -> column [R], for each column in `required_inputs`.
             kl_coef: coefficient of the KL penalty in the reward.
-            seed: random seed for the extra columns of losses that select tokens at random, and for the resampling.
+            seed: random seed for the precomputed columns of losses that select tokens at random, and for the resampling.
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
         advantages, returns = self._estimate(batch)
-        rejected = scored.truncated & self.mask_truncated
-        in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
+        excluded = scored.truncated & self.mask_truncated
+        in_loss = ~np.repeat(excluded, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
             advantages = _whiten(advantages, in_loss)
         if scored.offline_advantages is not None:
@@ -91,16 +92,18 @@ class AdvantagePipeline:
         loss_columns = {"advantages": advantages.astype(np.float32)}
         if returns is not None:
             loss_columns["returns"] = returns.astype(np.float32)
-        loss_columns |= self._extra_columns(batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed))
+        loss_columns |= self._precomputed_columns(
+            batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed)
+        )
         rows = np.repeat(np.arange(len(scored.lengths)), scored.lengths)
         num_nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
         metrics |= _advantage_metrics(advantages[in_loss])
         counts = None
         if self.resampling:
-            counts = self._draw(self.resampling, scored, ~rejected & (scored.lengths > 0), [*seed, 1])
+            counts = self._draw(self.resampling, scored, ~excluded & (scored.lengths > 0), [*seed, 1])
             metrics["advantage/drawn_fraction"] = float((counts > 0).mean())
-            rejected = rejected | (counts == 0)
-        return AdvantageColumns(loss_columns, num_nonzero == 0, rejected, metrics, counts)
+            excluded = excluded | (counts == 0)
+        return AdvantageColumns(loss_columns, num_nonzero == 0, excluded, metrics, counts)
 
     @staticmethod
     def _draw(
@@ -137,7 +140,7 @@ class AdvantagePipeline:
             loss = self.loss.with_loss(loss)
         return replace(self, advantage=advantage or self.advantage, loss=loss or self.loss)
 
-    def of_rows(
+    def for_selected_rows(
         self,
         rows: NDArray[np.bool_] | None,
         scored: ScoredBatch,
@@ -147,7 +150,7 @@ class AdvantagePipeline:
     ) -> AdvantageColumns:
         """Return the columns [R] of the responses for which `rows` [B] is true, as if the step had only these responses.
 
-        All other responses are rejected, and their tokens get 0. `rows=None` selects all responses.
+        All other responses are excluded, and their tokens get 0. `rows=None` selects all responses.
         """
         if rows is None:
             return self(scored, columns, kl_coef, seed)
@@ -156,13 +159,13 @@ class AdvantagePipeline:
         expanded = {name: np.zeros(len(tokens), np.float32) for name in part.columns}
         for name, values in part.columns.items():
             expanded[name][tokens] = values
-        zero, rejected = np.ones(len(rows), bool), np.ones(len(rows), bool)
-        zero[rows], rejected[rows] = part.zero_advantage, part.rejected
+        zero, excluded = np.ones(len(rows), bool), np.ones(len(rows), bool)
+        zero[rows], excluded[rows] = part.zero_advantage, part.excluded
         counts = None
         if part.counts is not None:
             counts = np.zeros(len(rows), np.int64)
             counts[rows] = part.counts
-        return AdvantageColumns(expanded, zero, rejected, part.metrics, counts)
+        return AdvantageColumns(expanded, zero, excluded, part.metrics, counts)
 
     def _estimate(self, batch: AdvantageInputs) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
         """Call the advantage estimator. The result is (advantages [R], returns [R] or None).
@@ -173,7 +176,7 @@ class AdvantagePipeline:
         result = result if isinstance(result, Advantages) else Advantages(result)
         advantages = broadcast_to_tokens(to_numbers(result.advantages, source), batch, source).astype(np.float64)
         if result.returns is None:
-            if "values" in needs_of(self.advantage):
+            if "values" in required_inputs_of(self.advantage):
                 raise ValueError(
                     f"{source} needs values, but returned no returns: return Advantages(advantages, returns)."
                 )
@@ -204,12 +207,12 @@ class AdvantagePipeline:
             "policy/kl_reward": float(kl[known].mean()) if known.any() else 0.0
         }
 
-    def _extra_columns(
+    def _precomputed_columns(
         self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
-        """Return the extra columns [R] of the loss, computed from the tokens with `in_loss` true. All other tokens get 0."""
+        """Return the precomputed columns [R] of the loss, from the tokens with `in_loss` true. All other tokens get 0."""
         selected, columns = _select_responses(batch, in_loss), {}
-        for name, values in join_extra_columns([self.loss], selected, advantages[in_loss], rng).items():
+        for name, values in join_precomputed_columns([self.loss], selected, advantages[in_loss], rng).items():
             columns[name] = np.zeros(len(in_loss), np.float32)
             columns[name][in_loss] = values
         return columns

@@ -26,7 +26,7 @@ class Advantage(Protocol):
 
     A class may declare three attributes:
 
-    - `needs`: the inputs that the estimator reads: columns (see mrl.algorithms.parts.COLUMNS), and greedy_rewards. By
+    - `required_inputs`: the inputs that the estimator reads: columns (see mrl.algorithms.parts.COLUMNS), and greedy_rewards. By
       default the set is empty.
     - `uses_token_rewards`: true if the estimator reads `rewards` or `token_rewards`, from which the KL penalty of
       algorithm.kl_in_reward is subtracted. By default this is true.
@@ -100,7 +100,7 @@ class GRPO:
     one (`ddof=1`), as in the common implementations. Raises ValueError for an unknown `scale_rewards`.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     eps: float = 1e-4
     scale_rewards: str = "group"  # "group", "batch" or "none"
@@ -126,7 +126,7 @@ class RLOO:
     In a group of one response, the advantage is 0; in verl, it is the reward of this response.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -143,7 +143,7 @@ class ReinforcePlusPlusBaseline:
     conf/algorithm/reinforce_pp_baseline.yaml sets this key.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -160,7 +160,7 @@ class ReMax:
     reward, or with one reward per turn.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
     to_go: bool = False  # True: one advantage per token, from the rewards that are still to come (reward to go)
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -180,7 +180,7 @@ class OPO:
     variance.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -199,7 +199,7 @@ class GPG:
     default F_norm is 1; with `normalize_std`, F_norm is the standard deviation of the group plus `eps`.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     normalize_std: bool = False
     eps: float = 1e-4
@@ -224,7 +224,7 @@ class PassAtK:
     deviation of the group plus `eps`, as verl does by default.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     normalize_std: bool = False
     eps: float = 1e-4
@@ -251,7 +251,7 @@ class LogMeanExp:
     of the group. In practice the authors use the mean reward as baseline, as GRPO with `scale_rewards=none` does.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     tau: float = 1.0
 
@@ -279,7 +279,7 @@ class GDPO:
     Raises ValueError if `weights` names a part that the reward does not have.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     group_relative: ClassVar[bool] = True
     uses_token_rewards: ClassVar[bool] = False
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -313,7 +313,7 @@ class GAE:
     The critic learns the TD(lambda) return, which is the advantage before whitening plus the value.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"values"})
     gamma: float = 1.0
     lam: float = 0.95
 
@@ -335,7 +335,7 @@ class ReinforcePlusPlus:
     conf/algorithm/reinforce_pp.yaml sets this key.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     gamma: float = 1.0
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
@@ -380,7 +380,7 @@ class OptimalTokenBaseline:
             )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of two columns of the old policy and, with `correction`, of the column with the engine's log-probabilities."""
         of_correction = {"rollout_logprobs"} if self.correction else set[str]()
         return frozenset({"old_logprobs", "sum_pi_squared"} | of_correction)
@@ -429,9 +429,9 @@ class OnPolicyDistillation:
     reward_coef: float = 1.0  # factor of the second estimator's advantages
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of the columns with the log-probabilities of teacher and old policy, and of the inputs that `reward` needs."""
-        return frozenset({"teacher_logprobs", "old_logprobs"}) | getattr(self.reward, "needs", frozenset())
+        return frozenset({"teacher_logprobs", "old_logprobs"}) | getattr(self.reward, "required_inputs", frozenset())
 
     @property
     def uses_token_rewards(self) -> bool:
@@ -454,7 +454,7 @@ class OnPolicyDistillation:
 class NoAdvantage:
     """Advantage 0 for every response, for a loss that reads no advantages, such as Distillation without `reward_loss`."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     uses_token_rewards: ClassVar[bool] = False
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:

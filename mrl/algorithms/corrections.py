@@ -19,8 +19,8 @@ from mrl.algorithms.inputs import (
     AdvantageInputs,
     LossInputs,
     bounded_exp,
-    join_extra_columns,
-    needs_of,
+    join_precomputed_columns,
+    required_inputs_of,
 )
 from mrl.core.types import Column
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the driver builds and checks corrections without torch
 class Correction(Protocol):
     """Interface of a correction. `algorithm.correction._target_` may name any callable of this form.
 
-    A correction may declare `needs` and `extra_columns`, as a policy loss may (see mrl.algorithms.losses.Loss).
+    A correction may declare `required_inputs` and `precomputed_columns`, as a policy loss may (see mrl.algorithms.losses.Loss).
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -112,11 +112,13 @@ class ImportanceSampling:
             )
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Names of the columns from which `extra_columns` computes the mean weight of a step."""
+    def required_inputs(self) -> frozenset[str]:
+        """Names of the columns from which `precomputed_columns` computes the mean weight of a step."""
         return frozenset({"old_logprobs", "rollout_logprobs"}) if self.batch_normalize else frozenset()
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """With `batch_normalize`, return one column: 1 / (mean weight of the step) for each token. Otherwise, return {}."""
         if not self.batch_normalize:
             return {}
@@ -130,7 +132,7 @@ class ImportanceSampling:
 
     @property
     def scale_column(self) -> str:
-        """Name of the column that `extra_columns` returns. Corrections with other settings have columns with other names."""
+        """Name of the column that `precomputed_columns` returns. Corrections with other settings have other column names."""
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
     def step_weights(self, batch: AdvantageInputs) -> NDArray[np.float64]:
@@ -314,13 +316,15 @@ class Product:
             )
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of the columns that any of the corrections reads."""
-        return frozenset[str]().union(*map(needs_of, self.corrections))
+        return frozenset[str]().union(*map(required_inputs_of, self.corrections))
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of all corrections."""
-        return join_extra_columns(self.corrections, batch, advantages, rng)
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
+        """Return the precomputed columns of all corrections."""
+        return join_precomputed_columns(self.corrections, batch, advantages, rng)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights [R], and metrics. A token counts as truncated or rejected if any correction truncates or rejects it."""

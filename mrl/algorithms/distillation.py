@@ -3,7 +3,7 @@
 The responses are samples of the policy, so the policy learns from the teacher in the states that the policy itself visits
 (on-policy distillation: GKD, Agarwal et al. 2024, arXiv 2306.13649; MiniLLM, Gu et al. 2024, arXiv 2306.08543). The trainer ranks
 compute the divergence (parallel.distillation). R is the number of sampled tokens: in LossInputs, the tokens of a micro-batch on
-one rank, and in `extra_columns`, the tokens of the step.
+one rank, and in `precomputed_columns`, the tokens of the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from mrl.algorithms.advantages import NoAdvantage, OnPolicyDistillation
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, needs_of
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, required_inputs_of
 from mrl.algorithms.losses import Loss, PolicyLoss
 from mrl.core.types import Column
 from parallel.trainer_config import Divergence, DivergenceKind
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 TEACHER_HIDDEN, TEACHER_TOP_K = "teacher_hidden", "teacher_top_k"
 TEACHER_OUTPUTS = frozenset({TEACHER_HIDDEN, TEACHER_TOP_K})
-"""Outputs of teachers. A loss may name them in `needs`. Each teacher computes them for the prompts that are assigned to it.
+"""Outputs of teachers. A loss may name them in `required_inputs`. Each teacher computes them for the prompts assigned to it.
 
     teacher_hidden  final hidden states, from which the trainer ranks compute the distribution over the whole vocabulary
     teacher_top_k   ids and log-probabilities of the k most probable tokens, and the log-probability of all other tokens together
@@ -40,12 +40,12 @@ DIVERGENCE_OUTPUTS = ("divergence", "teacher_mass", "policy_mass")
 """
 
 
-def reads_rewards(advantage: object, needs: frozenset[str]) -> bool:
+def reads_rewards(advantage: object, required_inputs: frozenset[str]) -> bool:
     """Return whether the algorithm learns from rewards. Distillation alone does not.
 
-    `advantage`: the advantage estimator of the algorithm. `needs`: what the parts of the algorithm read.
+    `advantage`: the advantage estimator of the algorithm. `required_inputs`: what the parts of the algorithm read.
     """
-    if not needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
+    if not required_inputs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
         return True
     estimator = advantage.reward if isinstance(advantage, OnPolicyDistillation) else advantage
     return estimator is not None and not isinstance(estimator, NoAdvantage)
@@ -111,13 +111,15 @@ class Distillation(PolicyLoss):
         return self.reward_loss is not None
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
+    def required_inputs(self) -> frozenset[str]:  # type: ignore[bad-override]  # depends on top_k
         """The output of the teacher that this loss reads, and the columns that `reward_loss` needs."""
-        return needs_of(self.reward_loss) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
+        return required_inputs_of(self.reward_loss) | {TEACHER_TOP_K if self.top_k else TEACHER_HIDDEN}
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of `reward_loss`."""
-        compute = getattr(self.reward_loss, "extra_columns", None)
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
+        """Return the precomputed columns of `reward_loss`."""
+        compute = getattr(self.reward_loss, "precomputed_columns", None)
         return compute(batch, advantages, rng) if compute else {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -56,8 +56,8 @@ class AdvantageInputs:
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
-    # A column [R] for each name in the estimator's attribute `needs`. `rollout_logprobs` is NaN for a token for which the
-    # engine reported no log-probability
+    # A column [R] for each name in the estimator's attribute `required_inputs`. `rollout_logprobs` is NaN for a token for which
+    # the engine reported no log-probability
     columns: Mapping[str, Column] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
@@ -85,9 +85,9 @@ class Advantages(NamedTuple):
 class AdvantageColumns:
     """Result of the advantage pipeline for B responses: the columns that the losses need."""
 
-    columns: Mapping[str, Column]  # name -> column [R]: advantages, returns, and the result of Loss.extra_columns
+    columns: Mapping[str, Column]  # name -> column [R]: advantages, returns, and the result of Loss.precomputed_columns
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is 0
-    rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
+    excluded: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
     counts: NDArray[np.int64] | None = None  # [B] how often the response counts in the loss; None: once
 
@@ -165,19 +165,23 @@ class LossInputs:
     # [R] log-probabilities from the engine that sampled the tokens; where the engine reported none, the value of `old_logprobs`
     rollout_logprobs: Tensor
     responses: Responses  # computes sums and means over each response
-    # name -> column [R]: a column for each name in `needs` of the loss and the correction, and their extra columns
+    # name -> column [R]: a column for each name in `required_inputs` of the loss and the correction, and their precomputed
+    # columns
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def needs_of(part: object) -> frozenset[str]:
-    """Return the attribute `needs` of a part of an algorithm: names of the columns that it reads (default: no names).
+def required_inputs_of(part: object) -> frozenset[str]:
+    """Return the attribute `required_inputs` of a part of an algorithm: names of the columns that it reads (default: no names).
 
-    Raises ValueError if `needs` is a string instead of a set of names.
+    Raises ValueError if `required_inputs` is a string instead of a set of names.
     """
-    needs = getattr(part, "needs", ())
-    if isinstance(needs, str):
-        raise ValueError(f"{describe_plug_in(part)}: needs={needs!r}: expected a set of names, such as {{{needs!r}}}.")
-    return frozenset(needs)
+    required_inputs = getattr(part, "required_inputs", ())
+    if isinstance(required_inputs, str):
+        raise ValueError(
+            f"{describe_plug_in(part)}: required_inputs={required_inputs!r}: expected a set of names, such as "
+            f"{{{required_inputs!r}}}."
+        )
+    return frozenset(required_inputs)
 
 
 def to_numbers(values: object, source: str, finite: bool = True) -> NDArray[np.float64]:
@@ -200,18 +204,20 @@ def to_numbers(values: object, source: str, finite: bool = True) -> NDArray[np.f
     return array.astype(np.float64)
 
 
-def join_extra_columns(
+def join_precomputed_columns(
     parts: Iterable[object], batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
 ) -> dict[str, Column]:
-    """Return the extra columns [R] of several parts of an algorithm. A part without the method `extra_columns` has none.
+    """Return the precomputed columns [R] of several parts of an algorithm.
+
+    A part without the method `precomputed_columns` has none.
 
     Raises ValueError if two parts return columns of the same name, if another column of the step has the same name, or if a
     column does not have one number for each token.
     """
     joined: dict[str, Column] = {}
     for part in parts:
-        compute = getattr(part, "extra_columns", None)
-        source = f"extra_columns of {describe_plug_in(part)}"
+        compute = getattr(part, "precomputed_columns", None)
+        source = f"precomputed_columns of {describe_plug_in(part)}"
         columns = compute(batch, advantages, rng) if compute else {}
         if taken := columns.keys() & {"advantages", "returns", *batch.columns, *joined}:
             raise ValueError(

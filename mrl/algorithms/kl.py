@@ -60,7 +60,8 @@ class KLPenalty:
     Raises ValueError for an unknown kind, and for a target or a horizon of 0 or less.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})  # columns that the trainer computes before the loss
+    # columns that the trainer computes before the loss
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     coef: float = 0.001
     kind: str | None = None  # key of KL_ESTIMATORS; None: k3 in the loss, k1 in the reward
     target: float | None = None  # None: the coefficient is constant

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_extra_columns, needs_of
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, bounded_exp, join_precomputed_columns, required_inputs_of
 from mrl.core.types import Column
 
 if TYPE_CHECKING:  # the driver builds and checks losses without torch
@@ -32,7 +32,7 @@ class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
     The class PolicyLoss has defaults for all attributes of this interface. A function without these attributes needs no columns
-    and has no extra columns. Its input `entropy` has no gradient, and training does not skip responses with advantage 0.
+    and has no precomputed columns. Its input `entropy` has no gradient, and training does not skip responses with advantage 0.
     """
 
     @property
@@ -49,7 +49,7 @@ class Loss(Protocol):
         ...
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of the columns that the loss reads (see mrl.algorithms.parts.COLUMNS)."""
         ...
 
@@ -60,7 +60,9 @@ class Loss(Protocol):
         """
         ...
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """Return the loss's own columns [R], which `__call__` then finds in `inputs.columns`.
 
         This method gets the whole step, before the step is divided into mini-batches. So here R is the number of sampled tokens
@@ -70,14 +72,16 @@ class Loss(Protocol):
 
 
 class PolicyLoss:
-    """Base class of policy losses. By default, a loss needs no columns and has no extra columns."""
+    """Base class of policy losses. By default, a loss needs no columns and has no precomputed columns."""
 
     zero_at_zero_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     rows: ClassVar[str] = "responses"  # rows that supervised training needs: "responses", "pairs" or "labels"
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """Return no columns."""
         return {}
 
@@ -282,14 +286,16 @@ class ClipCov(PolicyLoss):
     default, r is not clipped.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     fraction: float = 2e-4  # fraction of all tokens
     low: float = 1.0  # every selected token has a covariance in (low, high)
     high: float = 5.0
     clip_low: float = float("inf")
     clip_high: float = float("inf")
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """Return the column `clip_cov`: 1 for the selected tokens, 0 for others.
 
         At least one token is selected if there is a covariance in (low, high).
@@ -321,7 +327,7 @@ class KLCov(PolicyLoss):
     """
 
     zero_at_zero_advantage: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     fraction: float = 2e-4
     coef: float = 1.0
     kl: str = "k3"  # estimate of KL(old || pi): "k3" or "abs"
@@ -330,7 +336,9 @@ class KLCov(PolicyLoss):
         if self.kl not in KL_COV_ESTIMATES:
             raise ValueError(f"kl={self.kl!r}: expected {' or '.join(KL_COV_ESTIMATES)}.")
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """Return the column `kl_cov`: 1 for the selected tokens, 0 for others.
 
         At least one token is selected. Among equal covariances, the first tokens are selected.
@@ -389,14 +397,16 @@ class TopEntropy:
         return getattr(self.loss, "uses_entropy", False)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return needs_of(self.loss) | {"entropies"}
+    def required_inputs(self) -> frozenset[str]:
+        return required_inputs_of(self.loss) | {"entropies"}
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
         """Return the columns of the other loss, and the column `top_entropy`: 1 for the selected tokens, 0 for others."""
         entropies = batch.columns["entropies"]
         threshold = np.quantile(entropies, 1 - self.fraction) if len(entropies) else 0.0
-        columns = join_extra_columns([self.loss], batch, advantages, rng)
+        columns = join_precomputed_columns([self.loss], batch, advantages, rng)
         return columns | {"top_entropy": (entropies >= threshold).astype(np.float32)}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
 from mrl.algorithms.distillation import Distillation
-from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_extra_columns, needs_of, to_numbers
+from mrl.algorithms.inputs import AdvantageInputs, LossInputs, join_precomputed_columns, required_inputs_of, to_numbers
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss
 from mrl.core.code_locations import describe_plug_in
@@ -80,9 +80,9 @@ class Objective:
 
     An engine may report NaN as the log-probability of a token. The token then has policy loss 0 if the objective uses the
     engine's log-probabilities: as old log-probabilities, in a correction, or in a policy loss that names `rollout_logprobs` in
-    `needs`. The policy loss and the correction get a number in place of NaN: the old log-probability of the token or, with
-    `rollout_logprobs_as_old`, its current log-probability. So the ratio of the token counts as 1 in products and means over its
-    response. The metric `mismatch/nan_tokens` counts the tokens with NaN.
+    `required_inputs`. The policy loss and the correction get a number in place of NaN: the old log-probability of the token or,
+    with `rollout_logprobs_as_old`, its current log-probability. So the ratio of the token counts as 1 in products and means
+    over its response. The metric `mismatch/nan_tokens` counts the tokens with NaN.
     """
 
     policy: Loss
@@ -117,12 +117,14 @@ class Objective:
         return getattr(self.policy, "distillation", None)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return needs_of(self.policy) | needs_of(self.correction) | needs_of(self.kl)
+    def required_inputs(self) -> frozenset[str]:
+        return required_inputs_of(self.policy) | required_inputs_of(self.correction) | required_inputs_of(self.kl)
 
-    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return the extra columns of the policy loss and of the correction."""
-        return join_extra_columns((self.policy, self.correction), batch, advantages, rng)
+    def precomputed_columns(
+        self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator
+    ) -> dict[str, Column]:
+        """Return the precomputed columns of the policy loss and of the correction."""
+        return join_precomputed_columns((self.policy, self.correction), batch, advantages, rng)
 
     @property
     def coefs(self) -> dict[str, float]:
@@ -158,7 +160,7 @@ class Objective:
                     "from inputs.logprobs.detach()."
                 )
             loss, metrics = loss * weights, metrics | correction_metrics
-        if self.rollout_logprobs_as_old or self.correction or "rollout_logprobs" in needs_of(self.policy):
+        if self.rollout_logprobs_as_old or self.correction or "rollout_logprobs" in required_inputs_of(self.policy):
             loss = loss.masked_fill(unknown, 0.0)
         if self.kl:
             kl = self.kl(inputs)

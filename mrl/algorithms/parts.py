@@ -15,13 +15,13 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, compares_old_policy
 from mrl.algorithms.distillation import TEACHER_OUTPUTS
 from mrl.algorithms.filters import Filter
-from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.inputs import required_inputs_of
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import ValueLossFunction
 from mrl.algorithms.objective import AGGREGATIONS, EntropyBonus, Objective, TokenWeighting
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import AlgorithmConfig, Config, Node
-from mrl.config.validate import REFERENCE, TEACHER, roles_of, teachers_of
+from mrl.config.validate import REFERENCE_ROLE, TEACHER, roles_of, teachers_of
 from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
@@ -29,8 +29,9 @@ POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_
 
 The actor computes only the columns that the algorithm needs, all of them in one forward pass."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
-"""Columns (one number per sampled token) that parts of an algorithm may name in `needs`. Models compute only needed columns.
+"""Columns (one number per sampled token) that parts of an algorithm may name in `required_inputs`.
 
+Models compute only needed columns.
 Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
 
     old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
@@ -82,19 +83,20 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides on which groups a step trains; None: on all groups
-    needs: frozenset[str]  # what the parts read: names of columns, "greedy_rewards", and names in TEACHER_OUTPUTS
+    # what the parts read: names of columns, "greedy_rewards", and names in TEACHER_OUTPUTS
+    required_inputs: frozenset[str]
     terms: dict[str, Term]  # the configured terms that have a coefficient; possible keys: kl_reward, kl_loss, entropy
     weighting: TokenWeighting  # computes the weight of each token in the loss
     value_loss: ValueLossFunction  # loss of the critic, if the run has one
 
 
-def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
+def build_algorithm(config: Config, step_required_inputs: Mapping[str, frozenset[str]] | None = None) -> AlgorithmParts:
     """Build the algorithm of a config. Raises ValueError for parts that are invalid or do not fit together.
 
-    `step_needs`: config key -> further columns that the user's own training step (`trainer._target_`) needs. The key is the
-    config key of the step itself or of the argument of the step that needs these columns.
+    `step_required_inputs`: config key -> further columns that the user's own training step (`trainer._target_`) needs. The key
+    is the config key of the step itself or of the argument of the step that needs these columns.
     """
-    algorithm, step_needs = config.algorithm, step_needs or {}
+    algorithm, step_required_inputs = config.algorithm, step_required_inputs or {}
     objective = build_objective(config)
     reward_penalty = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage", ["inputs"])
@@ -105,11 +107,12 @@ def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | N
     advantage_pipeline = AdvantagePipeline(
         advantage, objective, reward_penalty, algorithm.whiten, algorithm.mask_truncated, resampling
     )
-    needs = (advantage_pipeline.needs | objective.needs).union(*step_needs.values())
+    required_inputs = advantage_pipeline.required_inputs | objective.required_inputs
+    required_inputs = required_inputs.union(*step_required_inputs.values())
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
-        needs |= {"old_logprobs"}
+        required_inputs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
-        needs -= {"old_logprobs"}
+        required_inputs -= {"old_logprobs"}
         if getattr(advantage, "correction", None):
             raise ValueError(
                 "algorithm.old_logprobs=rollout makes the engine's policy the old policy, so algorithm.advantage.correction has "
@@ -120,9 +123,9 @@ def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | N
             f"algorithm.kl_in_reward: {plug_in_name(advantage)} does not use token rewards; use algorithm.kl_in_loss."
         )
     role_columns = {role.column for role in roles_of(config).values() if not role.is_served}
-    _check_distillation(config, objective, needs)
-    _check_role_columns(config, needs)
-    _check_needs(needs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS, step_needs)
+    _check_distillation(config, objective, required_inputs)
+    _check_role_columns(config, required_inputs)
+    _check_required_inputs(required_inputs, advantage, COLUMNS | role_columns | TEACHER_OUTPUTS, step_required_inputs)
     group_filter = config.rollout.filter
     rollout_filter = instantiate_callable(group_filter, "rollout.filter", ["rewards"]) if group_filter else None
     terms: dict[str, Term | None] = dict(kl_reward=reward_penalty, kl_loss=objective.kl, entropy=objective.entropy)
@@ -130,32 +133,35 @@ def build_algorithm(config: Config, step_needs: Mapping[str, frozenset[str]] | N
         objective,
         advantage_pipeline,
         rollout_filter,
-        needs,
+        required_inputs,
         {name: term for name, term in terms.items() if term},
         build_weighting(config),
         build_value_loss(config),
     )
 
 
-def _check_needs(
-    needs: frozenset[str], advantage: Advantage, columns: frozenset[str], step_needs: Mapping[str, frozenset[str]]
+def _check_required_inputs(
+    required_inputs: frozenset[str],
+    advantage: Advantage,
+    columns: frozenset[str],
+    step_required_inputs: Mapping[str, frozenset[str]],
 ) -> None:
     """Raise ValueError if the algorithm needs a column outside `columns`, or values of a critic that would get no returns."""
 
     def key_of(names: AbstractSet[str], otherwise: str) -> str:
-        return next((key for key, needed in step_needs.items() if needed & names), otherwise)
+        return next((key for key, needed in step_required_inputs.items() if needed & names), otherwise)
 
-    if unknown := needs - columns - {"greedy_rewards"}:
+    if unknown := required_inputs - columns - {"greedy_rewards"}:
         if names := sorted(name.removesuffix("_logprobs") for name in unknown if name.endswith("_logprobs")):
             raise ValueError(
                 f"roles.{names[0]}.path must name a Hugging Face folder: the algorithm reads {names[0]}_logprobs, the "
                 "log-probabilities of this model."
             )
         raise ValueError(
-            f"{key_of(unknown, 'algorithm')}: a part names {', '.join(sorted(unknown))} in its attribute `needs`; expected names "
-            f"out of {', '.join(sorted(columns))} and greedy_rewards."
+            f"{key_of(unknown, 'algorithm')}: a part names {', '.join(sorted(unknown))} in its attribute `required_inputs`; "
+            f"expected names out of {', '.join(sorted(columns))} and greedy_rewards."
         )
-    if "values" in needs and "values" not in needs_of(advantage):
+    if "values" in required_inputs and "values" not in required_inputs_of(advantage):
         raise ValueError(
             f"{key_of({'values'}, 'algorithm.loss or algorithm.correction')} needs values of a critic, but algorithm.advantage "
             "computes no returns that the critic could learn; set algorithm.advantage to an advantage estimator that computes "
@@ -163,35 +169,35 @@ def _check_needs(
         )
 
 
-def _check_role_columns(config: Config, needs: frozenset[str]) -> None:
+def _check_role_columns(config: Config, required_inputs: frozenset[str]) -> None:
     """Raise ValueError if no model computes a needed column, or if several models compute the same column for a response."""
     teachers, computed_by = teachers_of(config), dict[str, str]()
     for name, role in roles_of(config).items():
         key, expected = f"roles.{name}", f"{TEACHER if name in teachers else name}_logprobs"
         if role.is_served:
-            if expected in needs:
+            if expected in required_inputs:
                 hint = ", or use algorithm=distill_top_k" if name in teachers else ""
                 raise ValueError(
                     f"{key}.num_engines={role.num_engines}: the algorithm reads {expected}, which trainer ranks compute, not "
                     f"SGLang; leave num_engines out{hint}."
                 )
             continue
-        if name in teachers and expected in needs and role.column != expected:
+        if name in teachers and expected in required_inputs and role.column != expected:
             raise ValueError(
                 f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove column."
             )
         other = computed_by.setdefault(role.column, name)
         is_taken = other != name and not {name, other} <= teachers.keys()
-        if is_taken or role.column in COLUMNS - ({"ref_logprobs"} if name == REFERENCE else set()):
+        if is_taken or role.column in COLUMNS - ({"ref_logprobs"} if name == REFERENCE_ROLE else set()):
             raise ValueError(
                 f"{key}.column={role.column}: {f'roles.{other}' if is_taken else 'the run'} computes this column already; choose "
                 f"another name, such as {key}.column=my_logprobs."
             )
 
 
-def _check_distillation(config: Config, objective: Objective, needs: frozenset[str]) -> None:
+def _check_distillation(config: Config, objective: Objective, required_inputs: frozenset[str]) -> None:
     """Raise ValueError if the algorithm reads teacher outputs that no model computes, or that its loss cannot read."""
-    if not (outputs := needs & TEACHER_OUTPUTS):
+    if not (outputs := required_inputs & TEACHER_OUTPUTS):
         return
     if not teachers_of(config):
         raise ValueError(
@@ -199,8 +205,8 @@ def _check_distillation(config: Config, objective: Objective, needs: frozenset[s
         )
     if objective.distillation is None or len(outputs) > 1:
         raise ValueError(
-            f"algorithm: a part names {', '.join(sorted(outputs))} in its attribute `needs`, but only one loss of the class "
-            "mrl.algorithms.distillation.Distillation, in algorithm.loss, can read these outputs."
+            f"algorithm: a part names {', '.join(sorted(outputs))} in its attribute `required_inputs`, but only one loss "
+            "of the class mrl.algorithms.distillation.Distillation, in algorithm.loss, can read these outputs."
         )
 
 
@@ -303,7 +309,7 @@ class Coefficients:
     def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
         """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses.
 
-        A coefficient does not change if the step measured no value of its term, for example because every response was rejected.
+        A coefficient does not change if the step measured no value of its term, for example if every response was excluded.
         """
         for name, term in self.terms.items():
             measured = metrics.get(TERM_METRICS[name], math.nan)

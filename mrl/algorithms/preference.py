@@ -114,7 +114,7 @@ class DPO(PairLoss):
     Raises ValueError for a `beta` of 0 or less, or a `label_smoothing` outside [0, 0.5).
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     beta: float = 0.1  # a larger beta keeps the policy closer to the reference
     label_smoothing: float = 0.0
     nll_coef: float = 0.0
@@ -143,7 +143,7 @@ class IPO(PairLoss):
     ValueError for a `beta` of 0 or less.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     beta: float = 0.1  # a larger beta keeps the policy closer to the reference
     per_token: bool = True
 
@@ -165,7 +165,7 @@ class Hinge(PairLoss):
     Raises ValueError for a `beta` of 0 or less.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     beta: float = 0.1  # a pair has no loss if h(y_w) - h(y_l) is at least 1 / beta
 
     def __post_init__(self) -> None:
@@ -244,7 +244,7 @@ class KTO(PolicyLoss):
 
     zero_at_zero_advantage: ClassVar[bool] = False
     rows: ClassVar[str] = LABELS
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    required_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
     beta: float = 0.1  # a larger beta keeps the policy closer to the reference
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -274,7 +274,7 @@ class ScoreLoss:
     """Base class of losses of a reward model. Such a loss reads the score of each response instead of log-probabilities."""
 
     head: ClassVar[str] = "score"
-    needs: ClassVar[frozenset[str]] = frozenset()
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
     rows: ClassVar[str] = PAIRS
 
     def __call__(

@@ -33,10 +33,10 @@ from mrl.core.processes import kill_with_parent
 from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import (
-    NUM_SLOTS,
+    NUM_TRANSFER_BUFFERS,
     CudaIpcSendEndpoint,
+    SharedBuffersRecvEndpoint,
     SharedMemorySendEndpoint,
-    SharedSlotsRecvEndpoint,
 )
 from parallel.device import device, has_cuda, set_threads, synchronize
 from parallel.durable_files import fsync_path, hash_file
@@ -311,7 +311,10 @@ PEER_TIMEOUT_S = 300.0  # longest wait for a message of the other process, which
 
 
 def measure_ipc(job: SectionJob) -> None:
-    """Section ipc: measure the GB/s from one process to another on one device, through slots (weight_sync/transports.py)."""
+    """Section ipc: measure the GB/s from one process to another on one device, through transfer buffers.
+
+    mrl/weight_sync/transports.py explains transfer buffers.
+    """
     set_threads()
     sizes, context = TRANSFERS[job.spec.size], multiprocessing.get_context("spawn")
     name = "CUDA IPC" if has_cuda() else "shared memory"
@@ -329,12 +332,12 @@ def measure_ipc(job: SectionJob) -> None:
         job.progress(f"{turn} of {sizes.num_buckets} buckets through {name}")
         begun = time.perf_counter()
         for index in range(sizes.num_buckets):
-            if index >= NUM_SLOTS:
-                _receive(ours)  # the acknowledgement of the bucket that used this slot
-            endpoint.slots[index % NUM_SLOTS].copy_(source)
+            if index >= NUM_TRANSFER_BUFFERS:
+                _receive(ours)  # the acknowledgement of the bucket that used this transfer buffer
+            endpoint.transfer_buffers[index % NUM_TRANSFER_BUFFERS].copy_(source)
             endpoint.send(index, sizes.bucket_bytes, [0])  # to receiver 0
             ours.send(index)
-        for _ in range(NUM_SLOTS):
+        for _ in range(NUM_TRANSFER_BUFFERS):
             _receive(ours)
         seconds = time.perf_counter() - begun
     copy_s, correct = _receive(ours)
@@ -361,12 +364,12 @@ def _receive(connection: Connection):
 
 
 def receive_buckets(connection: Connection, sizes: TransferSizes) -> None:
-    """Receive the warm-up and the push in a separate process: copy each bucket out of its slot and acknowledge it."""
+    """Receive the warm-up and the push in a separate process: copy each bucket out of its buffer and acknowledge it."""
     kill_with_parent()
     set_threads()
     handle, expected = _receive(connection)
     begun = time.perf_counter()
-    endpoint = SharedSlotsRecvEndpoint({0: handle})
+    endpoint = SharedBuffersRecvEndpoint({0: handle})
     connection.send(time.perf_counter() - begun)
     target = torch.empty(sizes.bucket_bytes, dtype=torch.uint8, device=device())
     for _ in range(2):
@@ -388,15 +391,15 @@ def measure_checksums(job: SectionJob) -> None:
     sizes = TRANSFERS[job.spec.size]
     with job.case("checksums of a weight push"):
         bucket = bucket_of(sizes.bucket_bytes)
-        slot, copy = (torch.empty(bucket.nbytes, dtype=torch.uint8, device=device()) for _ in range(2))
+        buffer, copy = (torch.empty(bucket.nbytes, dtype=torch.uint8, device=device()) for _ in range(2))
         values = {c.name: torch.randn(c.box.sizes, device=device(), dtype=torch.bfloat16) for c in bucket.chunks}
 
         def fill() -> Sequence[int]:
-            return fill_buffer(slot, bucket, lambda name, box: values[name])
+            return fill_buffer(buffer, bucket, lambda name, box: values[name])
 
         fill_s = seconds_of(fill)
-        copy_s = seconds_of(lambda: copy.copy_(slot))
-        hash_s = seconds_of(lambda: checksums(chunk_views(slot, bucket)))
+        copy_s = seconds_of(lambda: copy.copy_(buffer))
+        hash_s = seconds_of(lambda: checksums(chunk_views(buffer, bucket)))
         # fill_s includes the checksums of the sender. The receiver copies the bucket and computes its checksums again.
         push_s = fill_s + copy_s + hash_s
         job.row(

@@ -44,12 +44,12 @@ class Section:
     name: str
     title: str
     function: str  # "package.module:function"; the function takes a SectionJob
-    share: float  # fraction of the command's time that the section may use
+    time_fraction: float  # fraction of the command's time that the section may use
     megatron: bool = False  # whether the module imports Megatron; `main` then patches Megatron first
 
 
 SECTIONS = (
-    Section("correctness", "programs of tests/gpu", "mrl.bench.sections:check_programs", 0.25),
+    Section("correctness", "programs of tests/gpu", "mrl.bench.sections:check_gpu_tests", 0.25),
     Section("matrix", "rate of matrix products", "mrl.bench.device_rates:measure_matrix_products", 0.05),
     Section("head", "log-probability head", "mrl.bench.device_rates:measure_head", 0.1),
     Section("attention", "attention over packs", "mrl.bench.attention:measure_attention", 0.12, megatron=True),
@@ -61,7 +61,7 @@ SECTIONS = (
 )
 """All sections in the order in which they run."""
 
-USED_BY_PROGRAMS = 0.9  # fraction of the section's time after which pytest is interrupted
+USED_BY_TESTS = 0.9  # fraction of the section's time after which pytest is interrupted
 TEST_LINE = re.compile(r"(\S*::(\S+)) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?")
 """Line that pytest prints for a test: file with name, name alone, outcome, and the reason if the test was skipped."""
 SUMMARY_LINE = re.compile(r"(?:FAILED|ERROR) \S*::(\S+) - (.*)")
@@ -107,9 +107,9 @@ class SectionJob:
         """Report an error. Later measurements of the section still count."""
         self._report(problem=problem[:MAX_PROBLEM])
 
-    def program(self, test: str, outcome: str) -> None:
+    def report_test(self, test: str, outcome: str) -> None:
         """Report the outcome of a test in tests/gpu, such as "passed". `test` is the name that pytest uses."""
-        self._report(program={test: outcome})
+        self._report(test={test: outcome})
 
     def set_rate(self, name: str, tflops: float) -> None:
         """Report a rate relative to which later sections compute their efficiency."""
@@ -178,14 +178,14 @@ class Bench:
     show: Callable[[str], None]
     rates: dict[str, float] = field(default_factory=dict)  # as in SectionSpec
     machine: dict[str, Any] = field(default_factory=dict)  # facts that the section `machine` reported
-    programs: dict[str, str] = field(default_factory=dict)  # test in tests/gpu -> outcome
+    gpu_tests: dict[str, str] = field(default_factory=dict)  # test in tests/gpu -> outcome
 
     def run(self, sections: Sequence[Section], seconds: float) -> list[SectionResult]:
         """Run all sections within `seconds`. The time that a section does not use goes to the later sections."""
         end, results = time.monotonic() + seconds, []
         for number, section in enumerate(sections):
-            left = sum(one.share for one in sections[number:])
-            deadline_s = max(1.0, (end - time.monotonic()) * section.share / left)
+            left = sum(one.time_fraction for one in sections[number:])
+            deadline_s = max(1.0, (end - time.monotonic()) * section.time_fraction / left)
             self.show(f"{number + 1}/{len(sections)} {section.name}: {section.title} (at most {deadline_s:.0f} s)")
             try:
                 results.append(self.run_section(section, deadline_s))
@@ -260,8 +260,8 @@ class Bench:
                 self.show(f"  left out: {value}")
             case "problem":
                 result.problems.append(value)
-            case "program":
-                self.programs |= value
+            case "test":
+                self.gpu_tests |= value
             case "rate":
                 self.rates |= value
             case "machine":
@@ -304,7 +304,7 @@ def _kill(child: subprocess.Popen) -> None:
     child.wait()
 
 
-def check_programs(job: SectionJob) -> None:
+def check_gpu_tests(job: SectionJob) -> None:
     """Section correctness: run the tests in tests/gpu with pytest, and report the outcome of each test."""
     folder = PACKAGE_ROOT / "tests" / "gpu"
     if not (IS_CHECKOUT and folder.is_dir()):
@@ -337,7 +337,7 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
         interrupted.set()
         pytest.send_signal(signal.SIGINT)  # the child processes of pytest end with this section at the latest
 
-    timer = threading.Timer(USED_BY_PROGRAMS * job.spec.deadline_s, interrupt)
+    timer = threading.Timer(USED_BY_TESTS * job.spec.deadline_s, interrupt)
     timer.start()
     counts = dict(PASSED=0, FAILED=0, SKIPPED=0, ERROR=0)
     for line in pytest.stdout:
@@ -345,7 +345,7 @@ def _run_pytest(job: SectionJob, arguments: Sequence[str]) -> None:
         if match := TEST_LINE.match(line):
             test, name, outcome, reason = match.groups()
             counts[outcome] += 1
-            job.program(test, outcome.lower())
+            job.report_test(test, outcome.lower())
             job.progress(f"{name}: {outcome.lower()}")
             if outcome == "SKIPPED":
                 job.leave_out(name, reason or "skipped")

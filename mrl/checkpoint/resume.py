@@ -21,7 +21,7 @@ from parallel.trainer_config import LoraConfig
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_KEYS = (
+ROLLOUT_LOG_CONFIG_KEYS = (
     "model",
     "data",
     "reward",
@@ -37,11 +37,12 @@ SAMPLING_KEYS = (
     "trainer._target_",
     "trainer.arguments",
 )
-"""Config keys that decide which samples a run draws and what the run learns. SAMPLING_EXCEPTIONS has the exceptions.
+"""Config keys that decide which samples a run draws and what the run learns.
 
+ROLLOUT_LOG_CONFIG_KEY_EXCEPTIONS has the exceptions.
 A resumed run trains again on the responses of the rollout log (mrl.rollout.rollout_log) only if all these keys are unchanged.
 """
-SAMPLING_EXCEPTIONS = (
+ROLLOUT_LOG_CONFIG_KEY_EXCEPTIONS = (
     "data.test",
     "data.test_sets",
     "critic.parallel",
@@ -57,7 +58,7 @@ SAMPLING_EXCEPTIONS = (
     "rollout.request_timeout_s",
     "rollout.record",
 )
-"""Keys in the sections of SAMPLING_KEYS that may change, because they do not influence the samples."""
+"""Keys in the sections of ROLLOUT_LOG_CONFIG_KEYS that may change, because they do not influence the samples."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _decides_samples(key: str) -> bool:
     def under(parents: tuple[str, ...]) -> bool:
         return any(fnmatchcase(key, parent) or fnmatchcase(key, f"{parent}.*") for parent in parents)
 
-    return under(SAMPLING_KEYS) and not under(SAMPLING_EXCEPTIONS)
+    return under(ROLLOUT_LOG_CONFIG_KEYS) and not under(ROLLOUT_LOG_CONFIG_KEY_EXCEPTIONS)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

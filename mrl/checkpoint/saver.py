@@ -88,7 +88,7 @@ class CheckpointSaver:
     # parts of a checkpoint that never change, such as the reference: name -> function that writes the part to a folder
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
-    notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
+    run_description: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
     # with the argument n, removes the first n steps of the run from the rollout log
     discard_rollout_log: Callable[[int], None]
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
@@ -178,7 +178,7 @@ class CheckpointSaver:
         try:
             for model in self.models.values():
                 model.finish_save(max(1.0, saved.deadline - time.monotonic()))
-            self.store.commit(saved.folder, saved.step, {**saved.state, **self.notes}, saved.score)
+            self.store.commit(saved.folder, saved.step, {**saved.state, **self.run_description}, saved.score)
         finally:
             self._pending = None
             self.store.abandon(saved.folder)

@@ -171,7 +171,7 @@ def report_of(
         machine=machine | dict(driver=cards[0].driver if cards else None),
         versions=bench.machine["versions"],
         rates_tflops=bench.rates,
-        programs=bench.programs,
+        programs=bench.gpu_tests,
         sections=[result.as_json() for result in results],
         left_out=[f"{result.name}: {reason}" for result in results for reason in result.left_out],
         failed=[f"{result.name}: {problem}" for result in results for problem in result.problems],

@@ -54,7 +54,7 @@ The trainer's model must fit into the memory of one process.
 _ROW_WIDTH = 110  # width of a table in characters if the output is not a terminal
 
 
-def layout_job(config: Config) -> None:
+def certify_layout(config: Config) -> None:
     """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = build_value_loss(config) if config.certify.critic else build_objective(config)
@@ -100,7 +100,7 @@ def print_table(differences: list[ParityDifference], title: str) -> None:
     Console(width=None if sys.stdout.isatty() else _ROW_WIDTH).print(table)
 
 
-def engine_job(config: Config, json_path: str | None) -> None:
+def certify_engine(config: Config, json_path: str | None) -> None:
     """Compare an engine with the trainer: print a table and the cause, write a JSON file. Exit with status 1 if they differ."""
     try:
         plan, layout = plan_tools.plan_engine_check(config)
@@ -121,7 +121,7 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
         equal=report.first is None,
         tokens=report.num_tokens,
         prompts=report.num_prompts,
-        tied_tokens=report.tokens_with_tied_experts,
+        tokens_with_undecided_experts=report.tokens_with_undecided_experts,
         first=asdict(report.first) if report.first else None,
         cause=asdict(report.cause) if report.cause else None,
         differences=[asdict(d) | {"within": d.within} for d in report.differences],
@@ -131,9 +131,9 @@ def engine_report_as_json(report: EngineReport) -> dict[str, Any]:
 def conclusion(report: EngineReport) -> str:
     """Return the sentences below the table."""
     left_out = (
-        f" The log-probabilities of {report.tokens_with_tied_experts} tokens were not compared, because round-off decides to "
-        "which experts they, or earlier tokens, are routed."
-        if report.tokens_with_tied_experts
+        f" The log-probabilities of {report.tokens_with_undecided_experts} tokens were not compared, because round-off decides "
+        "to which experts they, or earlier tokens, are routed."
+        if report.tokens_with_undecided_experts
         else ""
     )
     first, cause = report.first, report.cause
@@ -168,7 +168,7 @@ def print_points(report: EngineReport, title: str) -> None:
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
     if "engine" not in argv:
-        return hydra_entry.run(argv, layout_job, USAGE)
+        return hydra_entry.run(argv, certify_layout, USAGE)
     words, json_path = [word for word in argv if word != "engine"], None
     if "--json" in words:
         index = words.index("--json")
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
             sys.stderr.write("mrl certify engine: --json needs the path of a file, such as --json engine.json\n")
             return 2
         json_path, words = words[index + 1], words[:index] + words[index + 2 :]
-    return hydra_entry.run(words, lambda config: engine_job(config, json_path), USAGE)
+    return hydra_entry.run(words, lambda config: certify_engine(config, json_path), USAGE)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def translate(source: str, values: Values) -> Translation:
         if result is None:
             found.unknown.append(shown)
         elif isinstance(result, Note):
-            (found.no_counterpart if result.needed else found.not_needed).append((shown, result.text))
+            (found.no_counterpart if result.user_must_act else found.not_needed).append((shown, result.text))
         else:
             found.overrides |= result
             found.translated.append((shown, result))
@@ -70,7 +70,7 @@ def _apply(rules: Mapping[str, Rule], key: str, value: Any, values: Values) -> O
     if isinstance(rule, Note):
         return rule
     if value is None or value == "":
-        return Note("empty: the default applies", needed=False)
+        return Note("empty: the default applies", user_must_act=False)
     if not isinstance(rule, str):
         try:
             return rule(value, values)

@@ -186,15 +186,17 @@ def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
 def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
     prompts = keys.prompts_per_step or base.prompts_per_step
     staleness = base.staleness if keys.staleness is None else keys.staleness
-    over_sampled = base.extra if keys.over_sample_rate is None else num_extra_groups(keys.over_sample_rate, prompts)
+    extra_groups = (
+        base.extra_groups if keys.over_sample_rate is None else num_extra_groups(keys.over_sample_rate, prompts)
+    )
     ordered = base.in_order if keys.staleness is None else staleness < 2
     colocated = base.colocated if keys.colocated is None else keys.colocated
     return RolloutSetup(
         prompts_per_step=prompts,
         num_engines=keys.num_engines or base.num_engines,
         staleness=staleness,
-        in_order=ordered and not over_sampled,
-        extra=over_sampled,
+        in_order=ordered and not extra_groups,
+        extra_groups=extra_groups,
         colocated=colocated,
     )
 

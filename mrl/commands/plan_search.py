@@ -159,7 +159,7 @@ def length_distribution(config: Config) -> LengthDistribution:
 
 def step_workload(config: Config) -> StepWorkload:
     """Return the work of one step of the run. Raises ValueError for a mistake in the config."""
-    needs = algorithm_of(config).needs
+    required_inputs = algorithm_of(config).required_inputs
     actor, critic = token_budgets(config, "actor"), token_budgets(config, "critic")
     return StepWorkload(
         length_distribution(config),
@@ -171,8 +171,8 @@ def step_workload(config: Config) -> StepWorkload:
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
         # additional forward passes for log-probabilities: one of the actor and one of the reference, each only if it is needed
-        scoring_passes=bool(needs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in needs),
-        critic="values" in needs,
+        scoring_passes=bool(required_inputs & POLICY_COLUMNS.keys()) + ("ref_logprobs" in required_inputs),
+        critic="values" in required_inputs,
         critic_budgets=(critic.train, critic.forward),
     )
 
@@ -183,7 +183,7 @@ def make_search(config: Config) -> LayoutSearch:
     Raises ValueError for a mistake in the config. Also raises ValueError if the run has models of the key `roles`, because the
     search would not count the GPUs, memory and seconds of these models.
     """
-    if roles := needed_roles(config, algorithm_of(config).needs):
+    if roles := needed_roles(config, algorithm_of(config).required_inputs):
         raise ValueError(
             f"roles.{next(iter(roles))}: mrl plan search counts neither the GPUs nor the memory and seconds of the models in "
             "`roles`, only of actor, critic and engines; compare settings of this run with mrl plan memory."
@@ -258,7 +258,7 @@ def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[
             prompt_tokens_source=prompt_length(config)[1],
         ),
         best=[plain(candidate) for candidate in result.best],
-        best_of_each=[plain(candidate) for candidate in result.best_of_each],
+        best_of_each_placement_and_mode=[plain(candidate) for candidate in result.best_of_each_placement_and_mode],
         limits=explain_limits(search, result.best[0]),
         evaluated=result.evaluated,
         excluded=dict(result.excluded),
@@ -286,7 +286,7 @@ def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
         console.print(f"1: {text}")
     for position, candidate in enumerate(result.best[1:], 2):
         console.print(f"{position} compared with 1: {describe_difference(search, best, candidate)}")
-    others = [candidate for candidate in result.best_of_each if candidate.kind != best.kind]
+    others = [candidate for candidate in result.best_of_each_placement_and_mode if candidate.kind != best.kind]
     if others:
         console.print(_candidate_table(others, "the best candidate of every other placement and mode"))
     excluded = ", ".join(f"{reason}: {count:,}" for reason, count in result.excluded.most_common())
@@ -300,7 +300,13 @@ def _candidate_table(candidates: list[RunCandidate], title: str) -> Table:
         table.add_column(column, justify="left" if column in ("trainers", "engines", "placement") else "right")
     for position, candidate in enumerate(candidates, 1):
         trainers, mode = candidate.trainers, "" if candidate.placement == "colocated" else f", {candidate.mode}"
-        seconds = (candidate.step_s, candidate.rollout_s, trainers.train_s, candidate.push_s, candidate.switch_s)
+        seconds = (
+            candidate.step_s,
+            candidate.rollout_s,
+            trainers.train_s,
+            candidate.push_s,
+            candidate.offload_and_load_s,
+        )
         table.add_row(
             str(position),
             *(f"{value:.4g}" for value in seconds),

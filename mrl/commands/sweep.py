@@ -84,15 +84,15 @@ def _sweep_arguments(words: list[str]) -> tuple[Path, list[str]]:
     arguments = hydra_entry.prepare_arguments(words)
     for_hydra = [each for each in arguments if override_key(each).startswith("hydra")]
     mrl_overrides = [each for each in arguments if each not in for_hydra]
-    given_fixed, _ = split_overrides(mrl_overrides)
-    fixed = [each for each in given_fixed if not is_override_to(each, "resume", "never")]
+    given_shared_overrides, _ = split_overrides(mrl_overrides)
+    shared_overrides = [each for each in given_shared_overrides if not is_override_to(each, "resume", "never")]
     search_path = [each for each in for_hydra if override_key(each) == SEARCH_PATH]
-    run_dir = hydra_entry.compose_config([*search_path, *fixed]).run.dir
-    if len(fixed) < len(given_fixed) and Path(run_dir, SWEEP_FILE).exists():
+    run_dir = hydra_entry.compose_config([*search_path, *shared_overrides]).run.dir
+    if len(shared_overrides) < len(given_shared_overrides) and Path(run_dir, SWEEP_FILE).exists():
         raise ValueError(
             f"resume=never: {run_dir} contains a sweep; omit resume=never to continue the sweep, or name another run.dir."
         )
-    params = hydra_entry.compose_sweeper_params([*fixed, *for_hydra])
+    params = hydra_entry.compose_sweeper_params([*shared_overrides, *for_hydra])
     _, swept = split_overrides([*params_to_overrides(params, search_path), *mrl_overrides])
     if not swept:
         raise ValueError(

@@ -21,7 +21,7 @@ from mrl.tracking.report.recorded_run import check_is_run
 
 ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time, if only one frame is shown
 MIN_INTERVAL_S = 0.2
-MAX_CPU = 0.01  # largest CPU use of the live display, as a fraction of a core; if a frame costs more, frames come less often
+MAX_CPU = 0.01  # largest CPU use of the live display, in cores; if a frame costs more, frames come less often
 
 
 def parser() -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ def verl_correction(value: Any, values: Values) -> Overrides | Note:
         if policy_gradient:
             overrides |= VERL_LOSSES["gpg"]
     if not nodes and not overrides:
-        return Note("verl's config has no correction, which is also mrl's default", needed=False)
+        return Note("verl's config has no correction, which is also mrl's default", user_must_act=False)
     return overrides | (correction_node(nodes) if nodes else {})
 
 
@@ -99,4 +99,4 @@ def trl_correction(value: Any, values: Values) -> Overrides | Note:
         nodes.append({"_target_": _IMPORTANCE, "level": level, "mode": mode, **bounds})
     if (delta := values.get("off_policy_mask_threshold")) is not None:
         nodes.append({"_target_": f"{_CORRECTIONS}OffPolicyMask", "delta": float(delta)})
-    return correction_node(nodes) if nodes else Note("off is the default", needed=False)
+    return correction_node(nodes) if nodes else Note("off is the default", user_must_act=False)

@@ -107,9 +107,9 @@ VERL: dict[str, Rule] = {
             "data.dataloader_num_workers",
             "data.filter_overlong_prompts_workers",
         ),
-        Note("mrl reads and tokenizes all rows before the run starts", needed=False),
+        Note("mrl reads and tokenizes all rows before the run starts", user_must_act=False),
     ),
-    "data.val_batch_size": Note("mrl evaluates all rows at once", needed=False),
+    "data.val_batch_size": Note("mrl evaluates all rows at once", user_must_act=False),
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": partial(switch, FULL_RECOMPUTE, None),
     "actor_rollout_ref.model.use_remove_padding": PACKED,
@@ -121,7 +121,7 @@ VERL: dict[str, Rule] = {
     "actor_rollout_ref.model.lora.alpha": "lora.alpha",
     "actor_rollout_ref.model.lora.adapter_path": "lora.path",
     f"{_ROLLOUT}name": partial(same_as_default, ("sglang",), "mrl samples with SGLang"),
-    f"{_ROLLOUT}mode": Note("mrl's engines are always asynchronous servers", needed=False),
+    f"{_ROLLOUT}mode": Note("mrl's engines are always asynchronous servers", user_must_act=False),
     f"{_ROLLOUT}n": "rollout.responses_per_prompt",
     f"{_ROLLOUT}temperature": "rollout.temperature",
     f"{_ROLLOUT}top_p": "rollout.top_p",
@@ -132,16 +132,16 @@ VERL: dict[str, Rule] = {
     f"{_ROLLOUT}max_num_batched_tokens": "sglang.chunked_prefill_size",
     f"{_ROLLOUT}max_model_len": "sglang.context_length",
     f"{_ROLLOUT}enforce_eager": partial(switch, {"sglang.disable_cuda_graph": True}, None),
-    f"{_ROLLOUT}free_cache_engine": Note("colocated engines always release their memory", needed=False),
+    f"{_ROLLOUT}free_cache_engine": Note("colocated engines always release their memory", user_must_act=False),
     f"{_ROLLOUT}engine_kwargs.sglang.*": "sglang.*",
-    f"{_ROLLOUT}multi_turn.enable": lambda value, values: AGENT if is_on(value) else Note("off", needed=False),
+    f"{_ROLLOUT}multi_turn.enable": lambda value, values: AGENT if is_on(value) else Note("off", user_must_act=False),
     f"{_ROLLOUT}multi_turn.*": AGENT,
     f"{_ROLLOUT}val_kwargs.*": IN_TEST_SETS,
     f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu": SIZES,
     f"{_ROLLOUT}log_prob_max_token_len_per_gpu": "trainer.max_tokens_per_forward_micro_batch",
     f"{_ROLLOUT}log_prob_use_dynamic_bsz": PACKED,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": SIZES,
-    "actor_rollout_ref.ref.*": Note("the reference has the layout of the actor", needed=False),
+    "actor_rollout_ref.ref.*": Note("the reference has the layout of the actor", user_must_act=False),
     "actor_rollout_ref.hybrid_engine": partial(switch, {"placement": "colocated"}, {"placement": "disaggregated"}),
     f"{_ACTOR}strategy": partial(same_as_default, ("megatron",), OTHER_BACKEND),
     **verl_optim_rules(f"{_ACTOR}optim", "optim"),
@@ -155,18 +155,18 @@ VERL: dict[str, Rule] = {
     **{f"{_ACTOR}{key}": partial(verl_loss_argument, key) for key in VERL_LOSS_ARGUMENTS},
     f"{_ACTOR}entropy_coeff": "algorithm.entropy_coef",
     f"{_ACTOR}use_kl_loss": partial(kl_penalty, "loss", f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type", VERL_KL),
-    f"{_ACTOR}kl_loss_coef": Note("part of algorithm.kl_in_loss", needed=False),
-    f"{_ACTOR}kl_loss_type": Note("part of algorithm.kl_in_loss", needed=False),
+    f"{_ACTOR}kl_loss_coef": Note("part of algorithm.kl_in_loss", user_must_act=False),
+    f"{_ACTOR}kl_loss_type": Note("part of algorithm.kl_in_loss", user_must_act=False),
     f"{_ACTOR}loss_agg_mode": verl_aggregation,
     f"{_ACTOR}loss_scale_factor": verl_loss_scale,
     VERL_LOSS_MODE: verl_loss_mode,
-    f"{_ACTOR}calculate_sum_pi_squared": Note("computed if an advantage estimator needs it", needed=False),
+    f"{_ACTOR}calculate_sum_pi_squared": Note("computed if an advantage estimator needs it", user_must_act=False),
     **layout_rules(f"{_ACTOR}megatron."),
     f"{_ACTOR}megatron.override_transformer_config.*": "megatron.*",
     f"{_ACTOR}megatron.override_ddp_config.overlap_grad_reduce": "trainer.overlap_grad_reduce",
     f"{_ACTOR}megatron.override_ddp_config.*": "trainer.ddp.*",
     f"{_ACTOR}optim.override_optimizer_config.*": "optim.megatron.*",
-    f"{_ACTOR}megatron.*": Note("placement=colocated offloads the models that are not in use", needed=False),
+    f"{_ACTOR}megatron.*": Note("placement=colocated offloads the models that are not in use", user_must_act=False),
     f"{_ACTOR}fsdp_config.*": Note(OTHER_BACKEND),
     f"{_ACTOR}ulysses_sequence_parallel_size": "parallel.cp",
     "critic.model.path": "critic.path",
@@ -182,14 +182,14 @@ VERL: dict[str, Rule] = {
     VERL_ESTIMATOR: verl_estimator,
     VERL_SCALE: verl_scale,
     "algorithm.gdpo_reward_keys": verl_gdpo_weights,
-    "algorithm.gdpo_reward_weights": Note("part of algorithm.advantage.weights", needed=False),
+    "algorithm.gdpo_reward_weights": Note("part of algorithm.advantage.weights", user_must_act=False),
     "algorithm.gamma": lambda value, values: gae_argument("gamma", value, values),
     "algorithm.lam": lambda value, values: gae_argument("lam", value, values),
     "algorithm.use_kl_in_reward": partial(
         kl_penalty, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", VERL_KL
     ),
-    "algorithm.kl_penalty": Note("part of algorithm.kl_in_reward", needed=False),
-    "algorithm.kl_ctrl.*": Note("part of algorithm.kl_in_reward", needed=False),
+    "algorithm.kl_penalty": Note("part of algorithm.kl_in_reward", user_must_act=False),
+    "algorithm.kl_ctrl.*": Note("part of algorithm.kl_in_reward", user_must_act=False),
     "algorithm.use_pf_ppo": partial(switch, VERL_FILTRATION, None),
     "algorithm.pf_ppo.reweight_method": partial(pf_ppo, "method"),
     "algorithm.pf_ppo.weight_pow": partial(pf_ppo, "power"),
@@ -201,13 +201,13 @@ VERL: dict[str, Rule] = {
     f"{VERL_CORRECTION_PREFIX}rollout_is": verl_correction,
     f"{VERL_CORRECTION_PREFIX}rollout_rs": verl_correction,
     f"{VERL_CORRECTION_PREFIX}bypass_mode": verl_correction,
-    f"{VERL_CORRECTION_PREFIX}*": Note("part of algorithm.correction", needed=False),
+    f"{VERL_CORRECTION_PREFIX}*": Note("part of algorithm.correction", user_must_act=False),
     "custom_reward_function.path": lambda value, values: {"reward": "function", "reward.path": value},
     "custom_reward_function.name": "reward.name",
     "reward_model.enable": lambda value, values: (
         Note("reward=reward_model with the URL of its server (docs/tutorials/reward.md)")
         if is_on(value)
-        else Note("off", needed=False)
+        else Note("off", user_must_act=False)
     ),
     "reward_model.reward_manager": partial(
         same_as_default, ("naive",), "reward=weighted adds terms such as DAPO's overlong"
@@ -218,7 +218,7 @@ VERL: dict[str, Rule] = {
     "trainer.test_freq": partial(step_interval, "trainer.eval_every"),
     "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",
     "trainer.max_critic_ckpt_to_keep": "checkpoint.keep_last_critic",
-    "ray_kwargs.ray_init.num_cpus": Note("mrl gives Ray one CPU for each process of the run", needed=False),
+    "ray_kwargs.ray_init.num_cpus": Note("mrl gives Ray one CPU for each process of the run", user_must_act=False),
     "ray_kwargs.ray_init.*": "cluster.ray.*",
     "trainer.nnodes": "cluster.nodes",
     "trainer.n_gpus_per_node": "cluster.gpus_per_node",
@@ -227,19 +227,19 @@ VERL: dict[str, Rule] = {
     "trainer.experiment_name": "run.name",
     "trainer.logger": trackers,
     "trainer.critic_warmup": "critic.warmup_steps",
-    "trainer.val_before_train": Note("mrl evaluates before and after training", needed=False),
+    "trainer.val_before_train": Note("mrl evaluates before and after training", user_must_act=False),
     "trainer.resume_mode": partial(
         choice,
         "resume mode",
         {
             "auto": {"resume": "auto"},
             "disable": {"resume": "never"},
-            "resume_path": Note("see resume_from_path", needed=False),
+            "resume_path": Note("see resume_from_path", user_must_act=False),
         },
     ),
     "trainer.resume_from_path": "resume",
-    "trainer.balance_batch": Note("mrl always balances the tokens of the replicas", needed=False),
-    "trainer.device": Note("mrl finds the devices", needed=False),
+    "trainer.balance_batch": Note("mrl always balances the tokens of the replicas", user_must_act=False),
+    "trainer.device": Note("mrl finds the devices", user_must_act=False),
     "trainer.log_val_generations": partial(
         same_as_default,
         (0,),
@@ -250,7 +250,7 @@ VERL: dict[str, Rule] = {
 
 SLIME: dict[str, Rule] = {
     "hf-checkpoint": "model.path",
-    "ref-load": Note("the reference is the initial model", needed=False),
+    "ref-load": Note("the reference is the initial model", user_must_act=False),
     "load": Note("run.dir resumes by itself; resume=RUN_DIR starts from another run"),
     "save": "run.dir",
     "save-interval": "checkpoint.every",
@@ -258,7 +258,7 @@ SLIME: dict[str, Rule] = {
     "input-key": "data.columns.prompt",
     "label-key": "data.columns.ground_truth",
     "metadata-key": "data.columns.extra_info",
-    "apply-chat-template": Note("mrl always applies the chat template", needed=False),
+    "apply-chat-template": Note("mrl always applies the chat template", user_must_act=False),
     "rollout-shuffle": lambda value, values: {"data.shuffle": is_on(value)},
     "rollout-seed": slime_rollout_seed,
     "seed": "run.seed",
@@ -286,12 +286,12 @@ SLIME: dict[str, Rule] = {
     **dict.fromkeys(SLIME_EVALUATION, IN_TEST_SETS),
     "advantage-estimator": partial(choice, "estimator", ALGORITHMS),
     "use-kl-loss": partial(kl_penalty, "loss", "kl-loss-coef", "kl-loss-type", SLIME_KL),
-    "kl-loss-coef": Note("part of algorithm.kl_in_loss", needed=False),
-    "kl-loss-type": Note("part of algorithm.kl_in_loss", needed=False),
+    "kl-loss-coef": Note("part of algorithm.kl_in_loss", user_must_act=False),
+    "kl-loss-type": Note("part of algorithm.kl_in_loss", user_must_act=False),
     "kl-coef": lambda value, values: (
         {"algorithm.kl_in_reward": {"_target_": KL, "coef": value, "kind": "k1"}}
         if float(value)
-        else Note("0 is the default", needed=False)
+        else Note("0 is the default", user_must_act=False)
     ),
     "entropy-coef": "algorithm.entropy_coef",
     "eps-clip": lambda value, values: (
@@ -341,11 +341,11 @@ SLIME: dict[str, Rule] = {
     "wandb-project": "tracking.project",
     "wandb-group": "tracking.group",
     "wandb-key": Note("set the environment variable WANDB_API_KEY"),
-    "use-fault-tolerance": Note("mrl always replaces failed engines", needed=False),
+    "use-fault-tolerance": Note("mrl always replaces failed engines", user_must_act=False),
     "overlap-grad-reduce": lambda value, values: {"trainer.overlap_grad_reduce": is_on(value)},
-    "accumulate-allreduce-grads-in-fp32": Note("gradients are float32", needed=False),
+    "accumulate-allreduce-grads-in-fp32": Note("gradients are float32", user_must_act=False),
     "attention-softmax-in-fp32": "megatron.attention_softmax_in_fp32",
-    "attention-backend": Note("mrl selects the attention from the packages that it finds", needed=False),
+    "attention-backend": Note("mrl selects the attention from the packages that it finds", user_must_act=False),
 }
 TRL: dict[str, Rule] = {
     "model_name_or_path": "model.path",
@@ -370,7 +370,7 @@ TRL: dict[str, Rule] = {
     "num_generations": "rollout.responses_per_prompt",
     "generation_batch_size": lambda value, values: trl_prompts(int(value), values),
     "per_device_train_batch_size": lambda value, values: (
-        Note("generation_batch_size decides", needed=False)
+        Note("generation_batch_size decides", user_must_act=False)
         if "generation_batch_size" in values
         else trl_prompts(
             int(value)
@@ -379,7 +379,9 @@ TRL: dict[str, Rule] = {
             values,
         )
     ),
-    "gradient_accumulation_steps": Note("trainer.max_tokens_per_micro_batch decides the micro-batches", needed=False),
+    "gradient_accumulation_steps": Note(
+        "trainer.max_tokens_per_micro_batch decides the micro-batches", user_must_act=False
+    ),
     "num_processes": "parallel.world_size",
     "num_iterations": "algorithm.epochs",
     "max_prompt_length": "data.max_prompt_tokens",
@@ -392,9 +394,9 @@ TRL: dict[str, Rule] = {
     "beta": lambda value, values: (
         {"algorithm.kl_in_loss": {"_target_": KL, "coef": value, "kind": trl_kl_kind(values)}}
         if float(value)
-        else Note("0 is the default", needed=False)
+        else Note("0 is the default", user_must_act=False)
     ),
-    "use_bias_correction_kl": Note("part of algorithm.kl_in_loss", needed=False),
+    "use_bias_correction_kl": Note("part of algorithm.kl_in_loss", user_must_act=False),
     "epsilon": lambda value, values: (
         trl_loss_argument("clip_low", value, values)
         | ({} if values.get("epsilon_high") else trl_loss_argument("clip_high", value, values))
@@ -414,12 +416,12 @@ TRL: dict[str, Rule] = {
     "entropy_coef": "algorithm.entropy_coef",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "use_adaptive_entropy": trl_adaptive_entropy,
-    "entropy_target": Note("part of algorithm.adaptive_entropy", needed=False),
-    "entropy_coef_delta": Note("part of algorithm.adaptive_entropy", needed=False),
-    "entropy_coef_max": Note("part of algorithm.adaptive_entropy", needed=False),
+    "entropy_target": Note("part of algorithm.adaptive_entropy", user_must_act=False),
+    "entropy_coef_delta": Note("part of algorithm.adaptive_entropy", user_must_act=False),
+    "entropy_coef_max": Note("part of algorithm.adaptive_entropy", user_must_act=False),
     "entropy_coef_min": partial(same_as_default, (0, 0.0), "the lower bound of mrl's coefficient is 0"),
     "vllm_importance_sampling_correction": trl_correction,
-    "vllm_importance_sampling_*": Note("part of algorithm.correction", needed=False),
+    "vllm_importance_sampling_*": Note("part of algorithm.correction", user_must_act=False),
     "off_policy_mask_threshold": trl_correction,
     "use_vllm": trl_correction,
     "vllm_mode": partial(
@@ -433,19 +435,19 @@ TRL: dict[str, Rule] = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": "trainer.eval_every",
-    "logging_steps": Note("mrl logs every step", needed=False),
+    "logging_steps": Note("mrl logs every step", user_must_act=False),
     "report_to": trackers,
     "resume_from_checkpoint": Note("run.dir resumes by itself; resume=RUN_DIR starts from another run"),
     "use_peft": trl_lora,
-    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), Note("part of use_peft", needed=False)),
+    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), Note("part of use_peft", user_must_act=False)),
     "lora_dropout": partial(same_as_default, (0, 0.0), "mrl's adapters have no dropout"),
     **{name: partial(same_as_default, (False,), "mrl has only plain LoRA") for name in ("use_rslora", "use_dora")},
-    "remove_unused_columns": Note("rewards get all columns that data.columns names", needed=False),
+    "remove_unused_columns": Note("rewards get all columns that data.columns names", user_must_act=False),
 }
 
 
 SOURCES: dict[str, dict[str, Rule]] = {"verl": VERL, "slime": SLIME, "trl": TRL}
-_TARGETS = {  # for keys whose rule is a function or a Note: key of another trainer -> the mrl key that the hint names
+_HINT_KEYS = {  # for keys whose rule is a function or a Note: key of another trainer -> the mrl key that the hint names
     "data.train_files": "data.train",
     "data.val_files": "data.test",
     f"{_ACTOR}ppo_mini_batch_size": "algorithm.mini_batches",
@@ -488,7 +490,7 @@ def counterpart_of(key: str) -> tuple[str, str] | None:
         for foreign, rule in rules.items():
             known = foreign.replace("-", "_")
             if known == name or known.endswith(f".{name}"):
-                target = rule if isinstance(rule, str) else _TARGETS.get(foreign)
+                target = rule if isinstance(rule, str) else _HINT_KEYS.get(foreign)
                 if target:
                     return target, source
     return None

@@ -46,7 +46,7 @@ from mrl.config.validate import (
     unknown_key_message,
 )
 from mrl.core.code_locations import CONF, add_working_directory, environment_variables
-from mrl.core.run_errors import StartError, report_error, set_wait_check
+from mrl.core.run_errors import StartError, report_error, set_callback_during_waits
 from mrl.core.run_warnings import collect_warnings
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ OPTIONS = (
     "--dry-run",
 )
 """Options of Hydra, and the option --dry-run of mrl."""
-_runs_hydra = False  # whether hydra.main is running; if so, `_compose` in a sweep uses the Hydra instance of hydra.main
+_hydra_main_is_running = False  # if true, `_compose` in a sweep uses the Hydra instance of hydra.main
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "", weights: bool = True) -> int:
@@ -155,15 +155,15 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
         arguments = ["--hydra-help"]  # for this option, Hydra composes only its own config, without the keys of mrl
     # All options come first, because argparse does not accept an option between two groups of overrides.
     sys.argv = [sys.argv[0], *sorted(arguments, key=_is_override)]
-    global _runs_hydra
-    _runs_hydra = True
+    global _hydra_main_is_running
+    _hydra_main_is_running = True
     try:
         with environment_variables({"HYDRA_FULL_ERROR": "1"}):  # Hydra raises its errors instead of printing them
             hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(task)()
     except _COMPOSITION_ERRORS as error:
         raise ValueError(composition_message(error, config_folders(arguments))) from None
     finally:
-        _runs_hydra = False
+        _hydra_main_is_running = False
 
 
 def _checked_config(composed: DictConfig, weights: bool) -> Config:
@@ -214,7 +214,7 @@ def compose_sweeper_params(overrides: Sequence[str]) -> DictConfig:
 
 def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
     register_schema()
-    with nullcontext() if _runs_hydra else _own_hydra():
+    with nullcontext() if _hydra_main_is_running else _own_hydra():
         try:
             return compose("config", list(overrides), return_hydra_config)
         except _COMPOSITION_ERRORS as error:
@@ -253,14 +253,14 @@ def exit_with_error(error: Exception) -> NoReturn:
 def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
-    If the signal arrives while Ray waits, Ray discards the exception. Therefore `leave` also becomes the wait check, which the
-    driver calls repeatedly while it waits (mrl.core.run_errors.set_wait_check). The wait check then raises SystemExit again.
+    If the signal arrives while Ray waits, Ray discards the exception. Therefore `leave` also becomes the callback that the
+    driver calls repeatedly while it waits (mrl.core.run_errors.set_callback_during_waits). It then raises SystemExit again.
     """
 
     def leave() -> NoReturn:
         raise SystemExit(128 + signum)
 
-    set_wait_check(leave)
+    set_callback_during_waits(leave)
     leave()
 
 

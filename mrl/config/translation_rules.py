@@ -19,11 +19,11 @@ SCALE, LOSS, AGGREGATION = "algorithm.advantage.scale_rewards", "algorithm.loss.
 class Note:
     """A text for the user about a key of another trainer. A rule returns it in place of overrides.
 
-    `needed`: whether the user must act. If it is true and the user does nothing, the setting is lost.
+    `user_must_act`: if it is true and the user does nothing, the setting is lost.
     """
 
     text: str
-    needed: bool = True
+    user_must_act: bool = True
 
 
 type Values = Mapping[str, Any]
@@ -65,7 +65,7 @@ SLIME_EVALUATION = {
     "eval-top-k": "top_k",
     "eval-max-response-len": "max_response_tokens",
 }
-IN_TEST_SETS = Note("part of data.test_sets", needed=False)
+IN_TEST_SETS = Note("part of data.test_sets", user_must_act=False)
 
 
 def slime_held_out(value: Any, values: Values) -> Overrides:
@@ -82,7 +82,7 @@ def switch(on: Overrides, off: Overrides | None, value: Any, values: Values) -> 
     """Return `on` if the value turns the key on, else `off`. If `off` is None, return a note instead."""
     if is_on(value):
         return on
-    return off if off is not None else Note("off is the default", needed=False)
+    return off if off is not None else Note("off is the default", user_must_act=False)
 
 
 def choice(what: str, table: Mapping[str, Overrides | Note], value: Any, values: Values) -> Overrides | Note:
@@ -130,7 +130,7 @@ def kl_penalty(
 def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Overrides | Note:
     """Compute the warm-up steps from a fraction of all steps. `optim`: section of mrl. `total`: key with the number of steps."""
     if not float(value):
-        return Note("0 is the default", needed=False)
+        return Note("0 is the default", user_must_act=False)
     if (steps := values.get(total)) is None:
         return Note(f"{optim}.warmup_steps counts steps: set it to this ratio times the number of steps")
     return {f"{optim}.warmup_steps": round(float(value) * int(steps))}
@@ -139,7 +139,7 @@ def warmup_steps(optim: str, total: str, value: Any, values: Values) -> Override
 def same_as_default(defaults: tuple, text: str, value: Any, values: Values) -> Note:
     """If the value is one of `defaults`, return a note that nothing has to be set. Otherwise return a note with `text`."""
     if str(value) in map(str, defaults):
-        return Note("mrl does the same", needed=False)
+        return Note("mrl does the same", user_must_act=False)
     return Note(text)
 
 
@@ -152,8 +152,8 @@ def lora_rank(alpha: str, default_alpha: int, value: Any, values: Values) -> Ove
 def lora_targets(value: Any, values: Values) -> Overrides | Note:
     if isinstance(value, list) and value != ["all-linear"]:
         return {"lora.targets": value}
-    value = "all-linear" if isinstance(value, list) else value
-    return Note("by default, all linear layers outside routed experts have adapters", needed=value != "all-linear")
+    is_default = isinstance(value, list) or value == "all-linear"
+    return Note("by default, all linear layers outside routed experts have adapters", user_must_act=not is_default)
 
 
 def trackers(value: Any, values: Values) -> Overrides:
@@ -263,7 +263,7 @@ VERL_FILTRATION = {
 RECOMPUTE = dict(zip(("granularity", "method", "num_layers"), ("full", "uniform", 1), strict=True))
 FULL_RECOMPUTE = {f"megatron.recompute_{name}": value for name, value in RECOMPUTE.items()}
 OTHER_BACKEND = "mrl trains with Megatron-Core; the memory and layout are set in the sections parallel and megatron"
-PACKED = Note("mrl always packs sequences and limits the tokens of a micro-batch", needed=False)
+PACKED = Note("mrl always packs sequences and limits the tokens of a micro-batch", user_must_act=False)
 SIZES = Note("set trainer.max_tokens_per_micro_batch, in tokens, in place of a number of sequences")
 AGENT = Note("name the agent in rollout.agent._target_ (docs/tutorials/agent.md)")
 
@@ -288,10 +288,10 @@ def verl_optim_rules(prefix: str, optim: str) -> dict[str, Rule]:
         f"{prefix}.betas": f"{optim}.betas",
         f"{prefix}.clip_grad": f"{optim}.clip_grad",
         f"{prefix}.lr_warmup_steps": lambda value, values: (
-            {f"{optim}.warmup_steps": value} if int(value) > 0 else Note("-1: the ratio applies", needed=False)
+            {f"{optim}.warmup_steps": value} if int(value) > 0 else Note("-1: the ratio applies", user_must_act=False)
         ),
         f"{prefix}.lr_warmup_steps_ratio": partial(warmup_steps, optim, "trainer.total_training_steps"),
-        f"{prefix}.total_training_steps": Note("trainer.max_steps decides", needed=False),
+        f"{prefix}.total_training_steps": Note("trainer.max_steps decides", user_must_act=False),
     }
 
 
@@ -310,7 +310,7 @@ def gae_argument(name: str, value: Any, values: Values) -> Overrides | Note:
     estimator = str(values.get(VERL_ESTIMATOR, "gae")).lower()
     if estimator == "gae" or (estimator == "reinforce_plus_plus" and name == "gamma"):
         return {f"algorithm.advantage.{name}": value}
-    return Note("the estimator does not use it", needed=False)
+    return Note("the estimator does not use it", user_must_act=False)
 
 
 def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides:
@@ -322,7 +322,7 @@ def adam_betas(first: str, second: str, value: Any, values: Values) -> Overrides
 def pf_ppo(name: str, value: Any, values: Values) -> Overrides | Note:
     """Set an argument of the policy filtration, if use_pf_ppo is on."""
     if not is_on(values.get("algorithm.use_pf_ppo", False)):
-        return Note("algorithm.use_pf_ppo is off", needed=False)
+        return Note("algorithm.use_pf_ppo is off", user_must_act=False)
     return {f"algorithm.resampling.{name}": value}
 
 
@@ -334,7 +334,7 @@ def num_engines(value: Any, values: Values) -> Overrides | Note:
 def slime_nodes(value: Any, values: Values) -> Overrides | Note:
     """Compute the number of trainer ranks from the number of nodes. By default, slime uses 8 GPUs of each node."""
     if "actor-num-gpus-per-node" in values:
-        return Note("part of parallel.world_size", needed=False)
+        return Note("part of parallel.world_size", user_must_act=False)
     return {"parallel.world_size": int(value) * 8}
 
 
@@ -377,7 +377,7 @@ def verl_scale(value: Any, values: Values) -> Overrides | Note:
     """Set whether advantages are divided by the standard deviation of the group."""
     scales = VERL_SCALES.get(str(values.get(VERL_ESTIMATOR, "gae")).lower())
     if scales is None:
-        return Note("the estimator does not use it", needed=False)
+        return Note("the estimator does not use it", user_must_act=False)
     return scales[0] if is_on(value) else scales[1]
 
 
@@ -404,14 +404,14 @@ def verl_aggregation(value: Any, values: Values) -> Overrides | Note:
     """Select the aggregation. Some of verl's losses allow only one aggregation."""
     mode = verl_mode(values)
     if AGGREGATION in VERL_LOSSES.get(mode, {}):
-        return Note(f"the loss {mode} always has algorithm.aggregation=sequence_mean", needed=False)
+        return Note(f"the loss {mode} always has algorithm.aggregation=sequence_mean", user_must_act=False)
     return choice("aggregation", VERL_AGGREGATIONS, value, values)
 
 
 def verl_loss_argument(key: str, value: Any, values: Values) -> Overrides | Note:
     """Set an argument of the loss. `key`: key of VERL_LOSS_ARGUMENTS."""
     name = VERL_LOSS_ARGUMENTS[key].get(mode := verl_mode(values))
-    return {f"algorithm.loss.{name}": value} if name else Note(f"the loss {mode} does not use it", needed=False)
+    return {f"algorithm.loss.{name}": value} if name else Note(f"the loss {mode} does not use it", user_must_act=False)
 
 
 def verl_clip(value: Any, values: Values) -> Overrides | Note:
@@ -422,22 +422,22 @@ def verl_clip(value: Any, values: Values) -> Overrides | Note:
         if isinstance(bound, Note):
             return bound
         found |= bound if values.get(VERL_ACTOR + key) is None else {}
-    return found or Note("clip_ratio_low and clip_ratio_high decide", needed=False)
+    return found or Note("clip_ratio_low and clip_ratio_high decide", user_must_act=False)
 
 
 def verl_filter_metric(value: Any, values: Values) -> Overrides | Note:
     """Select the part of the reward that the rollout filter compares."""
     if not is_on(values.get("algorithm.filter_groups.enable", False)):
-        return Note("algorithm.filter_groups.enable is off", needed=False)
+        return Note("algorithm.filter_groups.enable is off", user_must_act=False)
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):
-        return Note("the filter compares total rewards", needed=False)
+        return Note("the filter compares total rewards", user_must_act=False)
     return {"rollout.filter.metric": "correctness" if value == "acc" else value}
 
 
 def verl_loss_scale(value: Any, values: Values) -> Note:
     """Return a note about the length by which the aggregation fixed_length divides."""
     same = str(value) == str(values.get("data.max_response_length"))
-    return Note("algorithm.aggregation=fixed_length divides by rollout.max_response_tokens", needed=not same)
+    return Note("algorithm.aggregation=fixed_length divides by rollout.max_response_tokens", user_must_act=not same)
 
 
 def verl_gdpo_weights(value: Any, values: Values) -> Overrides:
@@ -456,7 +456,7 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
 def trl_lora(value: Any, values: Values) -> Overrides | Note:
     """Translate trl's LoRA keys, with trl's defaults. For most model families, PEFT adapts q_proj and v_proj by default."""
     if not is_on(value):
-        return Note("off is the default", needed=False)
+        return Note("off is the default", user_must_act=False)
     targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
     scale = {"lora.alpha": values.get("lora_alpha", 32)}
     return {"lora.rank": values.get("lora_r", 16)} | scale | (targets if isinstance(targets, dict) else {})
@@ -465,7 +465,7 @@ def trl_lora(value: Any, values: Values) -> Overrides | Note:
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
     """Select the loss TopEntropy. It applies the loss that the other keys select, but only to the tokens of largest entropy."""
     if float(value) >= 1:
-        return Note("1.0 trains all tokens, which is the default", needed=False)
+        return Note("1.0 trains all tokens, which is the default", user_must_act=False)
     ratio_of_response = values.get("importance_sampling_level") == "sequence"
     default = f"{_SEQUENCE_LOSSES}GSPO" if ratio_of_response else f"{_TOKEN_LOSSES}PPOClip"
     loss = _TRL_LOSS_CLASSES.get(str(values.get("loss_type")), default)
@@ -476,12 +476,12 @@ def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:
 def trl_level(value: Any, values: Values) -> Overrides | Note:
     """For importance_sampling_level=sequence, select GSPO (ratio of the whole response). Some losses have a fixed level."""
     if value == "token":
-        return Note("the default", needed=False)
+        return Note("the default", user_must_act=False)
     loss = str(values.get("loss_type"))
     if loss in _TRL_LOSS_CLASSES:
         return Note(f"mrl's loss {loss} cannot use the ratio {value!r}")
     if "algorithm" in TRL_LOSSES.get(loss, {}):
-        return Note(f"the loss {loss} has this ratio", needed=False)
+        return Note(f"the loss {loss} has this ratio", user_must_act=False)
     return {"algorithm": "gspo"} | ({} if "loss_type" in values else {AGGREGATION: "token_mean"})
 
 
@@ -493,7 +493,7 @@ def trl_kl_kind(values: Values) -> str:
 def trl_adaptive_entropy(value: Any, values: Values) -> Overrides | Note:
     """Translate trl's adaptive entropy control, with trl's defaults."""
     if not is_on(value):
-        return Note("off is the default", needed=False)
+        return Note("off is the default", user_must_act=False)
     defaults = dict(
         target=("entropy_target", 0.2), step=("entropy_coef_delta", 0.005), max_coef=("entropy_coef_max", 1.0)
     )

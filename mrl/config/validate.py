@@ -308,7 +308,7 @@ _SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.
 BUILT_IN_ROLES = ("actor", "critic", "engines")
 """Roles that have their own sections in every config (parallel, critic, rollout). No entry of `roles` may have these names."""
 _TAKEN_NAMES = (*BUILT_IN_ROLES, "engine", "trainer")  # the last two occur in names of processes and logs
-REFERENCE = "reference"  # name of the role that computes ref_logprobs
+REFERENCE_ROLE = "reference"  # name of the role that computes ref_logprobs
 TEACHER = "teacher"  # name of the role that teaches all prompts that no other role teaches
 
 
@@ -388,7 +388,7 @@ def _role(name: str, node: Any) -> RoleConfig:
         return role
     if extra := [field_name for field_name in ("engine_tp", "sglang") if node.get(field_name)]:
         raise ValueError(f"{key}.{extra[0]}: applies only to a model that SGLang serves; set {key}.num_engines too.")
-    prefix = "ref" if name == REFERENCE else TEACHER if role.teacher_for else name
+    prefix = "ref" if name == REFERENCE_ROLE else TEACHER if role.teacher_for else name
     # `column` is the name of the batch's column with the log-probabilities that this model computes
     return replace(role, column=role.column or f"{prefix}_logprobs")
 

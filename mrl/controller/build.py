@@ -25,7 +25,7 @@ from mrl.controller.plan_distillation import taught_responses
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_step import num_prompts
 from mrl.controller.plan_train import TrainPlan, learning_settings
-from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
+from mrl.controller.processes import REFERENCE_PART, ProcessRecovery, RunProcesses, run_processes
 from mrl.controller.trainer import Trainer, TrainingResult, TrainingSchedule, used_prompts
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.sample_file import best_and_worst_text, recent_samples
@@ -360,9 +360,9 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    needs, critic = plan.algorithm.needs, None
+    required_inputs, critic = plan.algorithm.required_inputs, None
     scorers: list[ColumnPass] = []
-    if names := [name for name in POLICY_COLUMNS if name in needs]:
+    if names := [name for name in POLICY_COLUMNS if name in required_inputs]:
         scorers.append(partial(actor.begin_columns, names=names))
     if plan.actor_holds_reference:
         scorers.append(actor.begin_reference_logprobs)
@@ -378,12 +378,12 @@ def _role_scorers(plan: TrainPlan, groups: Mapping[str, WorkerGroup]) -> list[Co
     teachers = teachers_of(config) if distillation else {}
     scorers: list[ColumnPass] = []
     for name, role in roles_of(config).items():
-        if name not in plan.others:
+        if name not in plan.models_beside_actor:
             continue
         rows = taught_responses(config, name, plan.data_source)
-        packing, temperature = plan.others[name].packing, config.rollout.temperature
+        packing, temperature = plan.models_beside_actor[name].packing, config.rollout.temperature
         scorer = RoleScorer(groups[name], packing, temperature, role.column, rows)
-        if role.column in plan.algorithm.needs:
+        if role.column in plan.algorithm.required_inputs:
             scorers.append(scorer.begin_logprobs)
         if distillation and name in teachers:
             options = dict(teacher=name, temperature=distillation.temperature, top_k=distillation.top_k)
@@ -439,7 +439,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             damaged=set(plan.resume.damaged),
         ),
         models=processes.models.trained_groups,
-        constant_parts={REFERENCE: processes.save_reference} if plan.actor_holds_reference else {},
+        constant_parts={REFERENCE_PART: processes.save_reference} if plan.actor_holds_reference else {},
         schedule=CheckpointSchedule(
             config.every,
             config.export_every,
@@ -449,7 +449,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
             config.best_metric,
             config.keep_last_exports,
         ),
-        notes=dict(
+        run_description=dict(
             model=plan.identity(),
             layout=vars(plan.dims),
             config=config_as_json(plan.config),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.advantages import Advantage, GroupStatistics
-from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.inputs import required_inputs_of
 from mrl.algorithms.losses import CrossEntropy, Loss
 from mrl.algorithms.objective import Objective
 from mrl.controller.trainer import Trainer
@@ -47,9 +47,9 @@ class SourceAlgorithm:
     loss: Loss
 
     @property
-    def needs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
         """Names of the columns [R] that the advantage estimator and the loss read."""
-        return needs_of(self.advantage) | needs_of(self.loss)
+        return required_inputs_of(self.advantage) | required_inputs_of(self.loss)
 
 
 def check_sources(algorithms: Mapping[str, SourceAlgorithm], sources: Iterable[str]) -> None:

@@ -88,12 +88,12 @@ class PolicyUpdater(Protocol):
         *,
         rows: NDArray[np.bool_] | None,
         loss: Loss | None,
-        index: int,
+        update_index: int,
     ) -> PendingCall[ActorUpdate]:
         """Begin to train on the responses that `rows` [B] selects; None: on all responses.
 
         `step`: number of earlier steps in which the actor was trained. `coefs`: name of a term of the loss (kl_loss, entropy) ->
-        its coefficient. `index`: number of earlier updates of the actor in this step.
+        its coefficient. `update_index`: number of earlier updates of the actor in this step.
         """
         ...
 

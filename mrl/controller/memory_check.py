@@ -18,7 +18,7 @@ from mrl.controller.plan_models import (
     build_pools,
     check_layout,
     check_planned_transport,
-    engine_topology,
+    engine_parallel_sizes,
     gpu_transport,
     make_input_files,
     parallel_layout,
@@ -43,10 +43,10 @@ class MemoryEstimator:
     config: Config
     models: dict[str, ModelPlan]  # by role
     has_reference: bool  # whether the actor's trainer ranks also hold the reference
-    topology: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
+    parallel_sizes: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
-    sampled_gradient: bool = True  # whether the loss has a gradient through sampled tokens
+    has_sampled_token_gradient: bool = True  # whether the loss has a gradient through sampled tokens
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
@@ -54,7 +54,7 @@ class MemoryEstimator:
         algorithm = algorithm_of(config)
         make_input_files(config)
         read_config = without_unread_adapters(config, continues_from_checkpoint(config))
-        return cls._of(config, algorithm, plan_models(read_config, algorithm.needs, weights=False))
+        return cls._of(config, algorithm, plan_models(read_config, algorithm.required_inputs, weights=False))
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
@@ -63,12 +63,12 @@ class MemoryEstimator:
 
     @classmethod
     def _of(cls, config: Config, algorithm: AlgorithmParts, models: dict[str, ModelPlan]) -> MemoryEstimator:
-        needs, objective = algorithm.needs, algorithm.objective
+        required_inputs, objective = algorithm.required_inputs, algorithm.objective
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
-        topology = engine_topology(config, models["actor"]) if starts_engines else None
-        teachers = tuple(name for name in teachers_of(config) if TEACHER_HIDDEN in needs and name in models)
+        parallel_sizes = engine_parallel_sizes(config, models["actor"]) if starts_engines else None
+        teachers = tuple(name for name in teachers_of(config) if TEACHER_HIDDEN in required_inputs and name in models)
         sampled = objective.uses_logprobs or objective.uses_entropy
-        return cls(config, models, actor_holds_reference(needs, models), topology, teachers, sampled)
+        return cls(config, models, actor_holds_reference(required_inputs, models), parallel_sizes, teachers, sampled)
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
@@ -87,10 +87,10 @@ class MemoryEstimator:
         Raises ValueError if the config's layout is impossible, or if the weights cannot travel to the engines.
         """
         models = {role: self._model(config, role) for role in self.models}
-        topology = engine_topology(config, self.models["actor"]) if self.topology else None
+        parallel_sizes = engine_parallel_sizes(config, self.models["actor"]) if self.parallel_sizes else None
         pools = build_pools(config, {role: model.dims for role, model in models.items()})
         check_planned_transport(config, pools)
-        return run_memory(config, models, topology, pools, self.has_reference)
+        return run_memory(config, models, parallel_sizes, pools, self.has_reference)
 
     def _model(self, config: Config, role: str) -> RoleModel:
         plan = self.models[role]
@@ -103,7 +103,7 @@ class MemoryEstimator:
             head="value" if role == "critic" else "vocabulary",
             trained=plan.optimizer is not None,
             teacher_hidden=tuple(self.shapes[name].hidden for name in self.teachers) if role == "actor" else (),
-            sampled_gradient=self.sampled_gradient,
+            has_sampled_token_gradient=self.has_sampled_token_gradient,
             kernels=GPU_KERNELS if config.cluster.hardware.name else CPU_KERNELS,
             adapters=self.adapters if plan.lora else None,
         )

@@ -179,7 +179,7 @@ class ServedTeacher:
         return PendingCall(result).then(lambda found: ComputedColumns({}, found[1], {self.name: [found[0]]}))
 
 
-def on_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
+def with_device_slots(group: ServerGroup, placement: RolePlacement) -> ServerGroup:
     """Return the group with the device slots of its role.
 
     If the servers of the group are child processes of the rollout worker, returns the group unchanged: they need no slots.
@@ -193,7 +193,7 @@ def served_roles(config: Config) -> dict[str, RoleConfig]:
 
 
 def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[frozenset[str]]) -> tuple[ServerGroup, ...]:
-    """Return one ServerGroup for each served model. `on_slots` adds the device slots later."""
+    """Return one ServerGroup for each served model. `with_device_slots` adds the device slots later."""
     shared = {name for roles in colocated_roles for name in roles}
     groups = []
     for name, role in served_roles(config).items():

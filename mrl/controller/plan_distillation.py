@@ -83,7 +83,7 @@ def _tokens(folder: str) -> object:
 
 def check_taught_sources(config: Config, algorithm: AlgorithmParts, sources: Iterable[str]) -> None:
     """Raise ValueError if a data source of the prompts has no teacher, or a teacher names a data source without prompts."""
-    if not algorithm.needs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
+    if not algorithm.required_inputs & (TEACHER_OUTPUTS | {"teacher_logprobs"}):
         return
     teachers, found = teachers_of(config), set(sources)
     taught = {source for role in teachers.values() for source in role.teacher_for}

@@ -88,28 +88,28 @@ class ModelPlan:
 
 
 def plan_models(
-    config: Config, needs: frozenset[str], *, actor_path: str = "", weights: bool = True
+    config: Config, required_inputs: frozenset[str], *, actor_path: str = "", weights: bool = True
 ) -> dict[str, ModelPlan]:
     """Return the plans of the models of an RL run, by role.
 
-    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which models of the
-    key `roles` it has. `actor_path` replaces model.path. If `weights` is False, only config.json is read from each model's
-    folder.
+    `required_inputs` are the columns that the algorithm needs. These columns decide whether the run has a critic, and which
+    models of the key `roles` it has. `actor_path` replaces model.path. If `weights` is False, only config.json is read from each
+    model's folder.
     """
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
-    if "values" in needs:
+    if "values" in required_inputs:
         models["critic"] = _plan_critic(config, models["actor"], weights)
-    for name, role in needed_roles(config, needs).items():
+    for name, role in needed_roles(config, required_inputs).items():
         if not role.is_served:
             models[name] = _plan_role(config, name, role, models["actor"], weights)
     return models
 
 
-def needed_roles(config: Config, needs: frozenset[str]) -> dict[str, RoleConfig]:
-    """Return name -> role of the models of the key `roles` that the run starts. `needs`: columns that the algorithm needs."""
-    teachers = teachers_of(config) if needs & TEACHER_OUTPUTS else {}
+def needed_roles(config: Config, required_inputs: frozenset[str]) -> dict[str, RoleConfig]:
+    """Return name -> role of the models of `roles` that the run starts. `required_inputs`: columns that the algorithm needs."""
+    teachers = teachers_of(config) if required_inputs & TEACHER_OUTPUTS else {}
     roles = roles_of(config).items()
-    return {name: role for name, role in roles if role.is_served or role.column in needs or name in teachers}
+    return {name: role for name, role in roles if role.is_served or role.column in required_inputs or name in teachers}
 
 
 def without_unread_adapters(config: Config, continues: bool) -> Config:
@@ -363,7 +363,7 @@ def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
 
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     """Return how the engines shard the model. Raises ValueError if SGLang or weight sync does not support this layout."""
-    layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_topology(config, actor))
+    layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_parallel_sizes(config, actor))
     if is_fp8(config):
         layout = layout.with_block_scales()
         check_fp8_engines(config, actor.arch, layout, actor.dims)
@@ -372,7 +372,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
     return layout
 
 
-def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
+def engine_parallel_sizes(config: Config, actor: ModelPlan) -> EngineParallelSizes:
     """Return the parallel sizes of one engine. Raises ValueError if SGLang or weight sync does not support them."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
@@ -395,10 +395,10 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
             "model.train_vision=true: the weights of the vision tower reach the engines only by disk, not by "
             f"weight_sync.transport={config.weight_sync.transport}; set weight_sync.transport=disk."
         )
-    topology = EngineParallelSizes(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
-    if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):
+    parallel_sizes = EngineParallelSizes(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    if parallel_sizes.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % parallel_sizes.ep):
         raise ValueError(
-            f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."
+            f"sglang.ep_size={parallel_sizes.ep} does not divide the {actor.arch.num_experts} experts of this model."
         )
     family = family_of(actor.hf)
     family.check_engine(actor.hf, actor.arch)
@@ -407,21 +407,21 @@ def engine_topology(config: Config, actor: ModelPlan) -> EngineParallelSizes:
         check_engine_device(config, family, advice=advice)
         check_engine_dtype(config, actor.hf, engine_dtype(config), config.rollout.deterministic)
     check_speculation(config, actor.hf)
-    check_heads(actor.arch, topology)
-    _check_key_norms(family, actor.arch, topology)
+    check_heads(actor.arch, parallel_sizes)
+    _check_key_norms(family, actor.arch, parallel_sizes)
     if config.weight_sync.transport != Transport.disk:
-        check_expert_biases(actor.arch, topology)
-    return topology
+        check_expert_biases(actor.arch, parallel_sizes)
+    return parallel_sizes
 
 
-def _check_key_norms(family: Family, arch: Architecture, topology: EngineParallelSizes) -> None:
+def _check_key_norms(family: Family, arch: Architecture, parallel_sizes: EngineParallelSizes) -> None:
     """Raise ValueError if SGLang normalizes the keys of all heads together, and several engine ranks would hold the same head."""
     heads = arch.transformer["num_query_groups"]
     has_norm = any(row.replicated_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
-    if has_norm and topology.tp // topology.dp > heads:
+    if has_norm and parallel_sizes.tp // parallel_sizes.dp > heads:
         raise ValueError(
-            f"rollout.engine_tp={topology.tp}: SGLang normalizes the keys of all ranks together, and several ranks would hold "
-            f"the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
+            f"rollout.engine_tp={parallel_sizes.tp}: SGLang normalizes the keys of all ranks together, and several ranks would "
+            f"hold the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
         )
 
 

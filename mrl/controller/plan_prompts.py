@@ -25,19 +25,19 @@ from mrl.rewards.reward_types import Response, Reward, unscored_reason
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
-from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation, held_out_section
+from mrl.rollout.response_metrics import MAX_SOURCES, HeldOutEvaluation, response_limit_section
 from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)
 
 _BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"  # server arguments of SGLang
-LIMITS = ("stop", "stop_token_ids", "max_response_tokens")
+RESPONSE_END_KEYS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
 A held-out set that sets none of the other sampling keys is sampled twice (see plan_evaluations).
 """
 DATA_TEST = ""  # name of data.test among the held-out sets
-NO_SUFFIX = ""  # `kind` of a set with sampling keys of its own: its metric names have no suffix
+NO_SUFFIX = ""  # `metric_suffix` of a set with sampling keys of its own: its metric names have no suffix
 
 
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
@@ -46,7 +46,7 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
     By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
     sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
 
-    The field `kind` of an evaluation is the suffix of its metric names: "sampled", "greedy" or NO_SUFFIX.
+    The field `metric_suffix` of an evaluation is the suffix of its metric names: "sampled", "greedy" or NO_SUFFIX.
     """
     default_rows = config.trainer.eval_rows
     default_sets: dict[str, int | None] = {DATA_TEST: default_rows} if config.data.test else {}
@@ -63,15 +63,15 @@ def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
         params = SamplingParams.of(sampling, key, base)
         if params.n > MAX_SAMPLES:
             raise ValueError(f"{key}.n={params.n}: at most {MAX_SAMPLES} responses to a prompt are evaluated.")
-        samplings = {NO_SUFFIX: params} if sampling.keys() - set(LIMITS) else _default_samplings(params)
+        samplings = {NO_SUFFIX: params} if sampling.keys() - set(RESPONSE_END_KEYS) else _default_samplings(params)
         own += [
-            HeldOutEvaluation({name: rows}, params_of_kind, kind, rewards.get(name))
-            for kind, params_of_kind in samplings.items()
+            HeldOutEvaluation({name: rows}, params_of_suffix, suffix, rewards.get(name))
+            for suffix, params_of_suffix in samplings.items()
         ]
     _check_metric_names(config.data.test_sets)
     default = [  # with metrics of all these sets together (`has_overall_metrics`)
-        HeldOutEvaluation(default_sets, params, kind, has_overall_metrics=True)
-        for kind, params in _default_samplings(base).items()
+        HeldOutEvaluation(default_sets, params, suffix, has_overall_metrics=True)
+        for suffix, params in _default_samplings(base).items()
         if default_sets
     ]
     return (*default, *own)
@@ -131,7 +131,7 @@ def load_prompt_datasets(
     A row that the reward cannot score is a bad row. Raises ValueError if a row cannot be used and the config does not skip such
     rows.
     """
-    train = [replace(source, find_fault=find_unscored(reward)) for source in train_sources(config.data)]
+    train = [replace(source, unusable_reason=find_unscored(reward)) for source in train_sources(config.data)]
     held_out = [_held_out_source(source, config, actor, reward, evaluations) for source in test_sources(config.data)]
     data = _load_prompts(config, actor, train, "train")
     test = _load_prompts(config, actor, held_out, "test") if held_out else None
@@ -155,22 +155,22 @@ def _held_out_source(
     """
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
-    limit = max_prompt_length(config, actor.context, response_tokens, held_out_section(source.name))
-    return replace(source, find_fault=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
+    limit = max_prompt_length(config, actor.context, response_tokens, response_limit_section(source.name))
+    return replace(source, unusable_reason=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
 
 
 def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
     """Return a function that returns why the reward cannot score responses to a row, or "" if it can."""
     reasons: dict[tuple[str, str, str], str] = {}  # (data source, ability, style) -> reason
 
-    def find_fault(example: PromptExample) -> str:
+    def unusable_reason(example: PromptExample) -> str:
         attributes = source, ability, style = example.data_source, example.ability, example.style
         if attributes not in reasons:
             probe = Response(source, text="", ground_truth="", ability=ability, style=style)
             reasons[attributes] = unscored_reason(reward, probe)
         return reasons[attributes]
 
-    return find_fault
+    return unusable_reason
 
 
 def image_args(actor: ModelPlan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.inputs import required_inputs_of
 from mrl.algorithms.objective import Objective
 from mrl.algorithms.parts import AlgorithmParts
 from mrl.config.instantiate import import_target, instantiate_arguments, instantiate_callable
@@ -28,7 +28,7 @@ from mrl.data.prompts import PromptDataset, PromptDrawing, PromptStream
 from mrl.data.tokenizer import tokenizer_is_code
 from mrl.rollout.client import SAMPLING_KEYS, SamplingParams
 from mrl.rollout.engines.server_args import NO_TOKENIZER
-from mrl.rollout.response_metrics import HeldOutEvaluation, held_out_section
+from mrl.rollout.response_metrics import HeldOutEvaluation, response_limit_section
 from mrl.tracking.console import show_warning
 
 KEY = "trainer"
@@ -42,7 +42,7 @@ class StepPlan:
     function: Callable[[Trainer], None] | None = None  # None: the method `train_step` of the class
     fields: Mapping[str, Any] = field(default_factory=dict)  # values of the fields that a subclass adds
     # config key of the step or of one of its arguments -> columns that `Trainer.score` must compute for this step or argument
-    needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    required_inputs: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def build(self, **parts: Any) -> Trainer:
         """Return the trainer. `parts` are the fields of Trainer."""
@@ -62,13 +62,13 @@ def plan_step(config: Config) -> StepPlan:
     node = {"_target_": target, **config.trainer.arguments}
     factory = import_target(node, KEY)
     arguments = instantiate_arguments(factory, node, f"{KEY}.arguments")
-    needs = {f"{KEY}._target_": needs_of(factory) | {"old_logprobs"}}
-    needs |= {key: needs_of(value) for key, value in _values(arguments, f"{KEY}.arguments")}
+    required_inputs = {f"{KEY}._target_": required_inputs_of(factory) | {"old_logprobs"}}
+    required_inputs |= {key: required_inputs_of(value) for key, value in _values(arguments, f"{KEY}.arguments")}
     if isinstance(factory, type):
         _check_class(factory, arguments)
-        return StepPlan(factory, None, arguments, needs)
+        return StepPlan(factory, None, arguments, required_inputs)
     _check_function(factory, arguments)
-    return StepPlan(Trainer, partial(factory, **arguments), {}, needs)
+    return StepPlan(Trainer, partial(factory, **arguments), {}, required_inputs)
 
 
 def check_step_sources(step: StepPlan, sources: Iterable[str]) -> None:
@@ -129,7 +129,7 @@ def check_sampling(
     config: Config, sampling: SamplingParams, evaluations: Sequence[HeldOutEvaluation], vocab_size: int
 ) -> None:
     """Raise ValueError if the engines cannot sample as the config says. `evaluations`: how held-out sets are evaluated."""
-    sections = [(held_out_section(next(iter(each.sets))), each.sampling) for each in evaluations]
+    sections = [(response_limit_section(next(iter(each.sets))), each.sampling) for each in evaluations]
     for section, params in [*sections, ("rollout", sampling)]:
         if outside := [token for token in params.stop_token_ids if token >= vocab_size]:
             raise ValueError(
@@ -151,7 +151,7 @@ def tokenizer_args(
     Raises ValueError if the config section `sglang` contradicts these arguments, or if the engines cannot load the tokenizer.
     """
     keys = ["rollout.stop"] if sampling.stop else []
-    keys += [f"{held_out_section(next(iter(each.sets)))}.stop" for each in evaluations if each.sampling.stop]
+    keys += [f"{response_limit_section(next(iter(each.sets)))}.stop" for each in evaluations if each.sampling.stop]
     if keys and config.sglang.get(NO_TOKENIZER):
         raise ValueError(
             f"sglang.{NO_TOKENIZER}=true: engines without a tokenizer cannot find the texts of {keys[0]}; leave {NO_TOKENIZER} "
@@ -191,9 +191,9 @@ def warn_of_sampling(config: Config, objective: Objective) -> None:
         )
 
 
-def prompt_stream(config: Config, train: PromptDataset, rules: PromptDrawing) -> PromptStream:
+def prompt_stream(config: Config, train: PromptDataset, prompt_drawing: PromptDrawing) -> PromptStream:
     """Return a new stream of the training prompts of a run. No prompt is drawn from it yet."""
-    return train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle, rules)
+    return train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle, prompt_drawing)
 
 
 def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
@@ -206,18 +206,18 @@ def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
         raise ValueError(
             "data.shuffle=false: only the default sampler reads this key; remove it, or remove data.sampler."
         )
-    rules = PromptDrawing(
+    prompt_drawing = PromptDrawing(
         instantiate_callable(sampler, "data.sampler") if sampler else None,
         json.dumps(sampler, sort_keys=True) if sampler else "",
         instantiate_callable(sizes, "rollout.group_sizes") if sizes else None,
     )
     rows = np.zeros(config.rollout.prompts_per_step, np.int64)
     if sampler:
-        rows = _call("data.sampler", sampler, lambda: prompt_stream(config, train, rules).take(len(rows)))
+        rows = _call("data.sampler", sampler, lambda: prompt_stream(config, train, prompt_drawing).take(len(rows)))
     if sizes:
-        stream = prompt_stream(config, train, rules)
+        stream = prompt_stream(config, train, prompt_drawing)
         _call("rollout.group_sizes", sizes, lambda: stream.group_sizes(rows, config.rollout.responses_per_prompt))
-    return rules
+    return prompt_drawing
 
 
 def _call[T](key: str, node: Node, call: Callable[[], T]) -> T:
@@ -240,7 +240,7 @@ def plan_offline(config: Config, actor: ModelPlan, algorithm: AlgorithmParts) ->
         raise ValueError(
             "rollout.routing_replay=true: the rows of data.offline.path have no experts of an engine; set it to false."
         )
-    if "greedy_rewards" in algorithm.needs:
+    if "greedy_rewards" in algorithm.required_inputs:
         raise ValueError(
             "data.offline.path: algorithm.advantage compares with greedy responses, which the rows of a file do not have; use "
             "another algorithm, such as algorithm=grpo."

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.inputs import required_inputs_of
 from mrl.algorithms.objective import TokenWeighting, sequence_mean, token_mean
 from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, SftConfig
@@ -43,7 +43,7 @@ class SupervisedObjective:
                 f"{key}: {type(loss).__name__} is not a loss; derive it from mrl.algorithms.losses.PolicyLoss or from a class in "
                 "mrl.algorithms.preference."
             )
-        if missing := needs_of(loss) - {"ref_logprobs"}:
+        if missing := required_inputs_of(loss) - {"ref_logprobs"}:
             raise ValueError(
                 f"{key}: {type(loss).__name__} needs {', '.join(sorted(missing))}, but supervised training computes only "
                 "ref_logprobs; choose another loss."
@@ -59,7 +59,7 @@ class SupervisedObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads the log-probabilities under the initial weights."""
-        return "ref_logprobs" in needs_of(self.loss)
+        return "ref_logprobs" in required_inputs_of(self.loss)
 
     @property
     def weighting(self) -> TokenWeighting:

@@ -180,9 +180,11 @@ def plan_placement(config: Config, weights: bool = True) -> Pools:
 
 
 def _plan_run_models(config: Config, weights: bool = True) -> dict[str, ModelPlan]:
-    needs = algorithm_of(config).needs
+    required_inputs = algorithm_of(config).required_inputs
     make_input_files(config)
-    return plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), needs, weights=weights)
+    return plan_models(
+        without_unread_adapters(config, continues_from_checkpoint(config)), required_inputs, weights=weights
+    )
 
 
 def _pools_of(config: Config, models: Mapping[str, ModelPlan]) -> Pools:

@@ -17,7 +17,7 @@ from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, check_pick
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.process_schema import RoleConfig
 from mrl.config.schema import Config, SftConfig
-from mrl.config.validate import REFERENCE, roles_of, teachers_of
+from mrl.config.validate import REFERENCE_ROLE, roles_of, teachers_of
 from mrl.controller.colocation import ENGINES
 from mrl.controller.plan_adapters import adapter_server_args, check_adapter_sync, check_shared_devices
 from mrl.controller.plan_distillation import check_distillation, check_taught_sources
@@ -99,9 +99,9 @@ class TrainPlan(ModelPlan):
     test: PromptDataset | None  # held-out prompts
     evaluations: tuple[HeldOutEvaluation, ...]  # how an evaluation samples and scores the held-out prompts
     sampling: SamplingParams  # how training responses are sampled
-    rules: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
+    prompt_drawing: PromptDrawing  # which prompts a step draws, and how many responses each of them gets
     offline: OfflineRows | None  # responses from a file, on which steps also train; None: there are none
-    others: Mapping[str, ModelPlan]  # the models beside the actor, by role
+    models_beside_actor: Mapping[str, ModelPlan]  # by role
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -112,7 +112,7 @@ class TrainPlan(ModelPlan):
     @property
     def models(self) -> dict[str, ModelPlan]:
         """Plans of the run's models, by role, the actor first."""
-        return dict(actor=self, **self.others)
+        return dict(actor=self, **self.models_beside_actor)
 
     @property
     def num_steps(self) -> int:
@@ -131,17 +131,17 @@ class TrainPlan(ModelPlan):
     @property
     def prompts(self) -> PromptStream:
         """A new stream of the training prompts. No prompt is drawn from it yet."""
-        return prompt_stream(self.config, self.train, self.rules)
+        return prompt_stream(self.config, self.train, self.prompt_drawing)
 
     @property
     def critic(self) -> ModelPlan | None:
         """Plan of the critic, if the run has one."""
-        return self.others.get("critic")
+        return self.models_beside_actor.get("critic")
 
     @property
     def actor_holds_reference(self) -> bool:
         """Whether the actor's processes hold the weights of the reference, too."""
-        return actor_holds_reference(self.algorithm.needs, self.others)
+        return actor_holds_reference(self.algorithm.required_inputs, self.models_beside_actor)
 
     @property
     def pools(self) -> Pools:
@@ -162,20 +162,20 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_installed(config.tracking.backends)
     resume = find_resume_point(config, check_hashes=check_hashes)
     step = plan_step(config)
-    algorithm = build_algorithm(config, step.needs)
+    algorithm = build_algorithm(config, step.required_inputs)
     check_served_folders(config)
     reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
     check_filter_metric(algorithm.rollout_filter, reward)
-    if config.rollout.replay and "greedy_rewards" in algorithm.needs:
+    if config.rollout.replay and "greedy_rewards" in algorithm.required_inputs:
         raise ValueError("rollout.replay: recorded rollouts have no greedy responses, which algorithm.advantage needs.")
     check_server_args(config.sglang)
     check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
     read_config = without_unread_adapters(config, resume.checkpoint is not None)  # see TrainPlan.lora
-    models = plan_models(read_config, algorithm.needs, actor_path=finished_warm_start)
+    models = plan_models(read_config, algorithm.required_inputs, actor_path=finished_warm_start)
     actor = replace(models["actor"], config=config)
     check_distillation(config, algorithm, models)
     sampling, evaluations = plan_sampling(config), plan_evaluations(config)
@@ -186,7 +186,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     sources = [train.data_source(row) for row in range(len(train))] + ([OFFLINE] if config.data.offline.path else [])
     check_taught_sources(config, algorithm, sources)
     check_step_sources(step, sources)
-    rules = plan_prompt_drawing(config, train)
+    prompt_drawing = plan_prompt_drawing(config, train)
     check_epochs(config, len(train))
     warm_start = config.sft if config.sft.train and not finished_warm_start else None
     if warm_start:
@@ -195,12 +195,12 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_adapter_sync(config, actor)
     if not config.rollout.replay:
         engine_layout(config, actor)
-    others = {role: model for role, model in models.items() if role != "actor"}
-    parts = {"actor", *({"critic"} & others.keys())}  # parts of a checkpoint of this run
-    parts |= {"reference"} if actor_holds_reference(algorithm.needs, others) else set()
+    models_beside_actor = {role: model for role, model in models.items() if role != "actor"}
+    parts = {"actor", *({"critic"} & models_beside_actor.keys())}  # parts of a checkpoint of this run
+    parts |= {"reference"} if actor_holds_reference(algorithm.required_inputs, models_beside_actor) else set()
     check_checkpoint_fits(resume, actor.identity(), parts)
     check_pickles(resume, parts)
-    _check_prompt_position(resume, prompt_stream(config, train, rules))
+    _check_prompt_position(resume, prompt_stream(config, train, prompt_drawing))
     plan = TrainPlan(
         **vars(actor),
         algorithm=algorithm,
@@ -213,14 +213,14 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
         | adapter_server_args(config, actor)
         | _server_args(config, actor.context, sampling, evaluations),
         sampling=sampling,
-        rules=rules,
+        prompt_drawing=prompt_drawing,
         offline=plan_offline(config, actor, algorithm),
         warm_start=warm_start,
         train=train,
         test=test,
         evaluations=evaluations,
         resume=resume,
-        others=others,
+        models_beside_actor=models_beside_actor,
     )
     _check_whole_plan(plan)
     logger.info("pools: %s", plan.pools)
@@ -237,7 +237,7 @@ def _check_whole_plan(plan: TrainPlan) -> None:
     check_image_engines(config, plan.arch, plan.colocated_roles)
     rewards = {"reward": plan.reward}
     rewards |= {f"data.test_sets.{name}.reward": each for name, each in rewards_of_sets(plan.evaluations).items()}
-    teachers = teachers_of(config).keys() if algorithm.needs & TEACHER_OUTPUTS else set()
+    teachers = teachers_of(config).keys() if algorithm.required_inputs & TEACHER_OUTPUTS else set()
     check_served_roles(config, rewards, plan.colocated_roles, teachers)
     if plan.server_args["device"] == "cuda":
         check_memory_fractions(config, plan.colocated_roles)
@@ -245,21 +245,21 @@ def _check_whole_plan(plan: TrainPlan) -> None:
     _warn_of_unused_keys(config, algorithm, plan.models)
 
 
-def actor_holds_reference(needs: frozenset[str], others: Mapping[str, ModelPlan]) -> bool:
-    """Return whether the actor's processes hold the weights of the reference. `others`: the models beside the actor, by role."""
-    return "ref_logprobs" in needs and REFERENCE not in others
+def actor_holds_reference(required_inputs: frozenset[str], models_beside_actor: Mapping[str, ModelPlan]) -> bool:
+    """Return whether the actor's processes hold the weights of the reference. `models_beside_actor`: by role."""
+    return "ref_logprobs" in required_inputs and REFERENCE_ROLE not in models_beside_actor
 
 
 def algorithm_of(config: Config) -> AlgorithmParts:
-    """Build the algorithm of a config, with the needs of its training step."""
-    return build_algorithm(config, plan_step(config).needs)
+    """Build the algorithm of a config, with the required inputs of its training step."""
+    return build_algorithm(config, plan_step(config).required_inputs)
 
 
 def _warn_of_unused_keys(config: Config, algorithm: AlgorithmParts, roles: Collection[str]) -> None:
     """Warn of keys that are set but that the run does not read. `roles`: the models of the run."""
-    teachers = teachers_of(config) if algorithm.needs & TEACHER_OUTPUTS else {}
+    teachers = teachers_of(config) if algorithm.required_inputs & TEACHER_OUTPUTS else {}
     for name, role in roles_of(config).items():
-        if not role.is_served and role.column not in algorithm.needs and name not in teachers:
+        if not role.is_served and role.column not in algorithm.required_inputs and name not in teachers:
             show_warning(
                 f"roles.{name}: is not started, because no part of the algorithm reads the column {role.column}."
             )
@@ -316,7 +316,7 @@ def learning_settings(config: Config, algorithm: AlgorithmParts) -> LearningSett
         lr=config.optim.lr,
         advantage=plug_in_name(advantage),
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards=reads_rewards(advantage, algorithm.needs),
+        reads_rewards=reads_rewards(advantage, algorithm.required_inputs),
         mask_truncated=config.algorithm.mask_truncated,
     )
 
@@ -439,12 +439,12 @@ def _check_prompt_position(resume: ResumePoint, stream: PromptStream) -> None:
 
 
 def _check_advantage_weights(algorithm: AlgorithmParts, reward: Reward) -> None:
-    """Raise ValueError if algorithm.advantage.weights names a term that the combined reward does not have."""
+    """Raise ValueError if algorithm.advantage.weights names a part that the combined reward does not have."""
     weights = getattr(algorithm.advantage_pipeline.advantage, "weights", None)
-    if isinstance(reward, CombinedReward) and weights and (unknown := set(weights) - reward.term_names):
+    if isinstance(reward, CombinedReward) and weights and (unknown := set(weights) - reward.gdpo_part_names):
         raise ValueError(
             f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(reward.term_names))}."
+            f"{', '.join(sorted(reward.gdpo_part_names))}."
         )
 
 
@@ -456,7 +456,7 @@ def check_filter_metric(rollout_filter: Filter | None, reward: Reward) -> None:
     metric = getattr(rollout_filter, "metric", None)
     if metric in (None, "correctness") or not isinstance(reward, CombinedReward):
         return
-    if reason := reward.missing_part(metric):
+    if reason := reward.missing_part_reason(metric):
         raise ValueError(f"rollout.filter.metric={metric}: the reward has no part with this name; {reason}.")
 
 

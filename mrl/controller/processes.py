@@ -21,10 +21,10 @@ from mrl.controller.loop_parts import State
 from mrl.controller.model_processes import (
     ModelGroups,
     ServedModel,
-    on_slots,
     served_groups,
     served_roles,
     stored_warm_start,
+    with_device_slots,
 )
 from mrl.controller.plan_adapters import syncs_adapters
 from mrl.controller.plan_distillation import teacher_output_layer_folders
@@ -47,7 +47,7 @@ from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
 
 logger = logging.getLogger(__name__)
-REFERENCE = "reference"  # name of a part of a checkpoint: the weights of the reference policy
+REFERENCE_PART = "reference"  # name of a part of a checkpoint: the weights of the reference policy
 
 
 class RunProcesses:
@@ -87,7 +87,7 @@ class RunProcesses:
 
     def _start_rollout_worker(self, placements: Mapping[str, RolePlacement]) -> RolloutWorkerHandle:
         spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
-        spec = replace(spec, served=tuple(on_slots(group, placements[group.name]) for group in spec.served))
+        spec = replace(spec, served=tuple(with_device_slots(group, placements[group.name]) for group in spec.served))
         placement = placements.get(ENGINES)
         if placement and placement.pin_engines_to_nodes:
             spec = replace(spec, slots=placement.engine_slots)
@@ -116,7 +116,7 @@ class RunProcesses:
             self._warm_start(actor)
         if plan.actor_holds_reference:
             if checkpoint:
-                actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE))
+                actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE_PART))
             else:
                 actor.call(TrainWorker.copy_weights_to_reference)
         if self.models.roles_beside_actor:
@@ -148,11 +148,11 @@ class RunProcesses:
         paths = {"critic": config.critic.path} | {name: role.path for name, role in roles_of(config).items()}
         if not (warm_start and warm_start.output):
             return {}
-        return {role: warm_start.output for role in self.plan.others if not paths[role]}
+        return {role: warm_start.output for role in self.plan.models_beside_actor if not paths[role]}
 
     def _output_layers_of_teachers(self) -> dict[str, str]:
         """Return teacher -> folder from which the actor's ranks read the output layer of this teacher."""
-        folders = teacher_output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.others)
+        folders = teacher_output_layer_folders(self.plan.config, self.plan.algorithm, self.plan.models_beside_actor)
         paths = self._paths_of_others()
         return {name: str(Path(paths.get(name, folder)).resolve()) for name, folder in folders.items()}
 
@@ -189,13 +189,13 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         reward=plan.reward,
         advantage_pipeline=plan.algorithm.advantage_pipeline,
         rollout_filter=plan.algorithm.rollout_filter,
-        needs_greedy="greedy_rewards" in plan.algorithm.needs,
+        needs_greedy="greedy_rewards" in plan.algorithm.required_inputs,
         rollout_logprobs_as_old=config.algorithm.old_logprobs == "rollout",
         prompts_per_step=rollout.prompts_per_step,
         scoring=config.scoring,
         responses_per_prompt=rollout.responses_per_prompt,
         sampling=plan.sampling,
-        max_group_size=largest_size(plan.rules.group_sizes, rollout.responses_per_prompt),
+        max_group_size=largest_size(plan.prompt_drawing.group_sizes, rollout.responses_per_prompt),
         offline=plan.offline,
         num_engines=0 if rollout.replay else rollout.num_engines,
         engine_urls=() if rollout.replay else tuple(rollout.engine_urls),
@@ -206,7 +206,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         staleness=rollout.staleness,
         over_sample_rate=rollout.over_sample_rate,
         in_order=rollout.in_order,
-        max_rounds=rollout.max_sampling_rounds,
+        max_sampling_rounds=rollout.max_sampling_rounds,
         log_key=plan.resume.rollout_log_key(config, plan.data_fingerprint),
         fault_tolerance=config.fault_tolerance,
         agent=plan.agent,

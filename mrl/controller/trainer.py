@@ -127,7 +127,8 @@ class Trainer:
     writes checkpoints, and recovers from lost processes.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()  # a subclass names here the columns that `score` must compute for it
+    # a subclass names here the columns that `score` must compute for it
+    required_inputs: ClassVar[frozenset[str]] = frozenset()
 
     prompts: PromptStream
     rollout: RolloutSource
@@ -200,10 +201,10 @@ class Trainer:
 
         Args:
             columns: result of `score`.
-            rows: [B] mask of the responses that get advantages; all other responses are rejected (AdvantageResult.rejected).
+            rows: [B] mask of the responses that get advantages; all other responses are excluded (AdvantageResult.excluded).
                 Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
-            loss: policy loss that replaces algorithm.loss. Here, only its `extra_columns` are computed.
+            loss: policy loss that replaces algorithm.loss. Here, only its `precomputed_columns` are computed.
         """
         with self.phase("advantage"):
             kl_coef = self.coefs.current().get("kl_reward", 0.0)
@@ -252,9 +253,9 @@ class Trainer:
             if self.critic and estimates and estimates.has_returns:
                 critic = self.critic.begin_update(rollouts, estimates, record.step, rows=rows)
             if (actor_step := record.step - self.schedule.critic_steps) >= 0:
-                coefs, index = self.coefs.current(), len(record.updates)
+                coefs, update_index = self.coefs.current(), len(record.updates)
                 actor = self.actor.begin_update(
-                    rollouts, estimates, actor_step, coefs, rows=rows, loss=loss, index=index
+                    rollouts, estimates, actor_step, coefs, rows=rows, loss=loss, update_index=update_index
                 )
             if self.critic and critic:
                 record.critic_updates.append(critic.result())

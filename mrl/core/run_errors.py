@@ -102,23 +102,23 @@ def _do_nothing() -> None:
     pass
 
 
-_wait_check: list[Callable[[], None]] = [_do_nothing]  # its only element is set by `set_wait_check`
+_callback_during_waits: list[Callable[[], None]] = [_do_nothing]  # one element, which `set_callback_during_waits` sets
 
 
-def set_wait_check(check: Callable[[], None] | None) -> None:
+def set_callback_during_waits(callback: Callable[[], None] | None) -> None:
     """Set the function that the driver calls repeatedly while it waits. None: it calls no function.
 
-    To end the wait, `check` raises an exception.
+    To end the wait, `callback` raises an exception.
     """
-    _wait_check[0] = check or _do_nothing
+    _callback_during_waits[0] = callback or _do_nothing
 
 
 def check_wait() -> None:
-    """Call the function that `set_wait_check` has set.
+    """Call the function that `set_callback_during_waits` has set.
 
     Every loop that waits for processes of the run calls `check_wait` a few times per second.
     """
-    _wait_check[0]()
+    _callback_during_waits[0]()
 
 
 class PreemptionHandler:
@@ -146,13 +146,13 @@ class PreemptionHandler:
     def __enter__(self) -> Self:
         for number in PREEMPTION_SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
-        set_wait_check(self._check)
+        set_callback_during_waits(self._check)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        set_wait_check(None)
+        set_callback_during_waits(None)
         for number, previous in self._previous.items():
             signal.signal(number, previous)  # type: ignore[bad-argument-type]
 

@@ -389,7 +389,7 @@ class AdvantageResult:
 
     columns: Handle  # refers to a dict, name -> column [R]: the advantages, and other columns that the losses need
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is zero
-    rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
+    excluded: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
     counts: NDArray[np.int64] | None = None  # [B] how often the response counts in the loss; None: once
     has_returns: bool = True  # whether the columns have the returns that a critic learns

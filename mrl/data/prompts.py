@@ -56,7 +56,7 @@ class PromptDrawing:
     group_sizes: GroupSizes | None = None  # None: all groups have the same size
 
     @property
-    def keeps_history(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether the sampler or `group_sizes` reads the history of the rows: how often they were drawn, and their rewards."""
         uses_rewards = self.sampler is not None and getattr(self.sampler, "uses_rewards", True)
         return uses_rewards or self.group_sizes is not None
@@ -268,7 +268,7 @@ class _FilePrompts:
                 raise RowError(source.columns.prompt, f"the chat template refused the messages: {error}") from error
             _check_text(source.columns.prompt, rendered)
             _check_text(source.columns.ground_truth or "", example.ground_truth)
-            if reason := source.find_fault(example):
+            if reason := source.unusable_reason(example):
                 raise RowError(source.columns.data_source or "", reason)
             return _Rendered(number, example, rendered, counts)
 
@@ -400,7 +400,7 @@ class PromptStream:
         self.fingerprint, self.rules = fingerprint, rules or PromptDrawing()
         self.drawn = [0] * len(self.mixture)  # number of rows that have been drawn from each source
         self._table = PromptTable(self.mixture, examples)
-        self._history = PromptHistory(num_rows if self.rules.keeps_history else 0)
+        self._history = PromptHistory(num_rows if self.rules.needs_history else 0)
         self._sampler_state: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
@@ -421,7 +421,7 @@ class PromptStream:
             np.bincount(self._table.sources_of(rows), minlength=len(self.drawn)).tolist()
         ):
             self.drawn[source] += num_rows
-        if self.rules.keeps_history:
+        if self.rules.needs_history:
             self._history.count_drawn(rows)
         return rows
 
@@ -437,7 +437,7 @@ class PromptStream:
 
     def record_rewards(self, rewards: Iterable[tuple[int, float]]) -> None:
         """Record the rewards of a step: (row, mean reward of a group) for each sampled group."""
-        if self.rules.keeps_history:
+        if self.rules.needs_history:
             self._history.record_rewards(rewards)
 
     def _checked(self, rows: Any, count: int) -> NDArray[np.int64]:
@@ -471,7 +471,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the properties of the stream, as lists, texts and numbers."""
-        history = {"history": self._history.state_dict()} if self.rules.keeps_history else {}
+        history = {"history": self._history.state_dict()} if self.rules.needs_history else {}
         own = {"sampler_state": json.loads(json.dumps(self._sampler_state))} if self._sampler_state else {}
         return {"drawn": list(self.drawn), **self._identity(), **history, **own}
 
@@ -495,5 +495,5 @@ class PromptStream:
         self.drawn = list(drawn)
         self._sampler_state = json.loads(json.dumps(state.get("sampler_state", {})))
         self._history = PromptHistory(self._history.num_rows)
-        if self.rules.keeps_history and "history" in state:
+        if self.rules.needs_history and "history" in state:
             self._history.load_state_dict(state["history"])

@@ -30,8 +30,8 @@ HELD_OUT_KEYS = (
 """Keys of a held-out set: its number of rows, and how its responses are sampled (mrl.rollout.client.SAMPLING_KEYS) and scored."""
 
 
-def _find_nothing(example: PromptExample) -> str:
-    """Default of PromptSource.find_fault: every checked row can be used."""
+def _no_reason(example: PromptExample) -> str:
+    """Default of PromptSource.unusable_reason: every checked row can be used."""
     return ""
 
 
@@ -59,7 +59,7 @@ class PromptSource:
     user_dataset: UserDataset | None = None  # a user-defined data set, in place of files
     target: str = ""  # `_target_` of the user-defined data set, for error messages
     # returns why a row with valid columns cannot be used, for example because no reward can score it; "" if the row can be used
-    find_fault: Callable[[PromptExample], str] = _find_nothing
+    unusable_reason: Callable[[PromptExample], str] = _no_reason
     max_prompt_tokens: int | None = (
         None  # largest number of tokens in a prompt; None: PromptConstraints.max_prompt_tokens
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.diagnostics.engine_difference import TINY, Cause, Difference, Side, in_layer
+from mrl.diagnostics.engine_difference import TINY, Cause, PointEvidence, Side, in_layer
 
 # Rotary embedding.
 
@@ -63,23 +63,23 @@ def fit_rotation(before: NDArray, after: NDArray, positions: NDArray, tolerance:
     return None
 
 
-def rope_cause(difference: Difference) -> Cause | None:
+def rope_cause(evidence: PointEvidence) -> Cause | None:
     """Find out whether RoPE differs between the sides in its layout, amplitude, base, scaling or first position.
 
-    `difference.point`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
+    `evidence.point`, the point of the forward pass at which the sides differ, is rotated_query or rotated_key. Returns None if
     a side has not recorded the tensor before RoPE, or if no difference is found.
     """
-    name = difference.point.removeprefix("rotated_")
-    if not (difference.has(f"normed_{name}") or difference.has(name)):
+    name = evidence.point.removeprefix("rotated_")
+    if not (evidence.both_sides_have(f"normed_{name}") or evidence.both_sides_have(name)):
         return None
     # number of components of a head, and number of those that RoPE rotates
-    d, dim = difference.facts.head_dim, difference.facts.rope_dim
+    d, dim = evidence.facts.head_dim, evidence.facts.rope_dim
     found = []
-    for side in difference.sides:
-        before, after = difference.of(side, f"normed_{name}", name), difference.of(side, difference.point)
-        width = dim if difference.facts.latent else d
+    for side in evidence.sides:
+        before, after = evidence.tensor_at(side, f"normed_{name}", name), evidence.tensor_at(side, evidence.point)
+        width = dim if evidence.facts.latent_head_sizes else d
         source, target = (each.reshape(len(each), -1, width)[..., :dim] for each in (before, after))
-        found.append(fit_rotation(source, target, difference.positions, difference.fit_tolerance))
+        found.append(fit_rotation(source, target, evidence.positions, evidence.fit_tolerance))
     return _compare_rotations(*found)
 
 
@@ -129,15 +129,15 @@ def attend(query: NDArray, key: NDArray, value: NDArray, starts: Sequence[int], 
     return np.concatenate(out)
 
 
-def attention_cause(difference: Difference) -> Cause | None:
+def attention_cause(evidence: PointEvidence) -> Cause | None:
     """Find out whether the sides scale the attention scores differently, or assign query heads to key/value heads differently.
 
     Returns None if neither is found. If `attend` reproduces the output of only one side, the cause names the other side.
     """
-    found = [_fit_attention(difference, side) for side in difference.sides]
+    found = [_fit_attention(evidence, side) for side in evidence.sides]
     fits = [fit for fit in found if fit is not None]
     if len(fits) < len(found):
-        wrong = [side.name for side, fit in zip(difference.sides, found, strict=True) if fit is None]
+        wrong = [side.name for side, fit in zip(evidence.sides, found, strict=True) if fit is None]
         text = f"causal attention over the same queries, keys and values does not give the output of the {wrong[0]}"
         return (
             Cause("attention", text, "compare the mask and the attention kernels of both sides")
@@ -156,11 +156,11 @@ def attention_cause(difference: Difference) -> Cause | None:
     return None
 
 
-def _fit_attention(difference: Difference, side: Side) -> tuple[float, bool] | None:
+def _fit_attention(evidence: PointEvidence, side: Side) -> tuple[float, bool] | None:
     """Return the (scale, tiled) with which `attend` reproduces the attention of one side, or None."""
-    query, key, value = _heads(difference, side)
-    out = difference.of(side, "attention").reshape(len(query), query.shape[1], -1)
-    rows = np.flatnonzero(difference.positions == 0)
+    query, key, value = _heads(evidence, side)
+    out = evidence.tensor_at(side, "attention").reshape(len(query), query.shape[1], -1)
+    rows = np.flatnonzero(evidence.positions == 0)
     end = rows[4] if len(rows) > 4 else len(query)  # four rows are enough for the fit, and save time
     query, key, value, out = (each[:end] for each in (query, key, value, out))
     rows = rows[rows < end].tolist()
@@ -171,7 +171,7 @@ def _fit_attention(difference: Difference, side: Side) -> tuple[float, bool] | N
             return float(np.abs(attend(query, key, value, rows, math.exp(log_scale), tiled) - out).max())
 
         scale = _minimum(error, -0.5 * math.log(query.shape[-1]))
-        if error(scale) <= difference.fit_tolerance * np.abs(out).max():
+        if error(scale) <= evidence.fit_tolerance * np.abs(out).max():
             return math.exp(scale), tiled
     return None
 
@@ -187,24 +187,24 @@ def _minimum(error: Callable[[float], float], center: float) -> float:
     return (low + high) / 2
 
 
-def _heads(difference: Difference, side: Side) -> tuple[NDArray, NDArray, NDArray]:
+def _heads(evidence: PointEvidence, side: Side) -> tuple[NDArray, NDArray, NDArray]:
     """Return query, key and value of one side. Query and key are those after norm and RoPE.
 
     The shapes are [S, heads, d], [S, kv_heads, d] and [S, kv_heads, size of a value]. With latent attention, each head has its
     own key and value, and d is the size of a key.
     """
-    rotated = [difference.of(side, f"rotated_{name}") for name in ("query", "key")]
-    tokens, d = len(rotated[0]), difference.facts.head_dim
-    if difference.facts.latent is None:
-        value = difference.of(side, "value").reshape(tokens, difference.facts.kv_heads, -1)
+    rotated = [evidence.tensor_at(side, f"rotated_{name}") for name in ("query", "key")]
+    tokens, d = len(rotated[0]), evidence.facts.head_dim
+    if evidence.facts.latent_head_sizes is None:
+        value = evidence.tensor_at(side, "value").reshape(tokens, evidence.facts.kv_heads, -1)
         return rotated[0].reshape(tokens, -1, d), rotated[1].reshape(tokens, -1, d), value
     # Latent attention: a key has a part without RoPE and a rotated part, and all heads share the rotated part. For each head,
     # `plain` is the size of the part without RoPE, and `width` the size of the value.
-    plain, width = difference.facts.latent
-    rope = difference.facts.rope_dim
-    query = difference.of(side, "query").reshape(tokens, -1, plain + rope)[..., :plain]
-    up = next(w for name, w in side.weights.items() if "kv_b_proj" in name and in_layer(name, difference.layer))
-    pair = (difference.of(side, "key_latent") @ up.T).reshape(tokens, -1, plain + width)
+    plain, width = evidence.facts.latent_head_sizes
+    rope = evidence.facts.rope_dim
+    query = evidence.tensor_at(side, "query").reshape(tokens, -1, plain + rope)[..., :plain]
+    up = next(w for name, w in side.weights.items() if "kv_b_proj" in name and in_layer(name, evidence.layer))
+    pair = (evidence.tensor_at(side, "key_latent") @ up.T).reshape(tokens, -1, plain + width)
     shared = np.broadcast_to(rotated[1][:, None], (tokens, pair.shape[1], rope))
     rotated_query = rotated[0].reshape(tokens, -1, rope)
     key = np.concatenate([pair[..., :plain], shared], -1)

@@ -17,7 +17,7 @@ from mrl.diagnostics.attention_causes import attention_cause, rope_cause
 from mrl.diagnostics.engine_difference import (
     TINY,
     Cause,
-    Difference,
+    PointEvidence,
     Side,
     Weights,
     in_layer,
@@ -26,37 +26,37 @@ from mrl.diagnostics.engine_difference import (
     weight_cause,
 )
 
-Check = Callable[[Difference], Cause | None]
+Check = Callable[[PointEvidence], Cause | None]
 
 
-def find_cause(difference: Difference) -> Cause:
+def find_cause(evidence: PointEvidence) -> Cause:
     """Return the first cause that explains the difference.
 
     Weights are compared before the operation of the trace point is checked, because weights explain most differences.
     """
-    checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(difference.point, ()), _factor, _offset]
+    checks: list[Check] = [_not_finite, _weights, *_CHECKS.get(evidence.point, ()), _factor, _offset]
     for check in checks:
-        if cause := check(difference):
+        if cause := check(evidence):
             return cause
     return Cause(
-        difference.point.replace("_", " "),
+        evidence.point.replace("_", " "),
         "the inputs and the weights of this trace point agree, but the results differ in a way that no check explains",
         "compare the code of the two modules; the tensors of both sides are in the folder of the report",
     )
 
 
-def _weights(difference: Difference) -> Cause | None:
+def _weights(evidence: PointEvidence) -> Cause | None:
     return weight_cause(
-        difference.point,
-        difference.layer,
-        difference.engine.weights,
-        difference.trainer.weights,
-        difference.facts.head_dim,
+        evidence.point,
+        evidence.layer,
+        evidence.engine.weights,
+        evidence.trainer.weights,
+        evidence.facts.head_dim,
     )
 
 
-def _not_finite(difference: Difference) -> Cause | None:
-    for side, value in zip(difference.sides, difference.values, strict=True):
+def _not_finite(evidence: PointEvidence) -> Cause | None:
+    for side, value in zip(evidence.sides, evidence.values, strict=True):
         if not np.isfinite(value).all():
             return Cause(
                 "values that are not finite", f"the {side.name} computes NaN or infinity", "look for an overflow"
@@ -64,24 +64,24 @@ def _not_finite(difference: Difference) -> Cause | None:
     return None
 
 
-def _factor(difference: Difference) -> Cause | None:
-    engine, trainer = difference.values
-    factor = ratio(engine, trainer, difference.fit_tolerance)
+def _factor(evidence: PointEvidence) -> Cause | None:
+    engine, trainer = evidence.values
+    factor = ratio(engine, trainer, evidence.fit_tolerance)
     if factor is None:
         return None
-    name = difference.point.replace("_", " ")
+    name = evidence.point.replace("_", " ")
     return Cause(
         f"scale of the {name}", f"the engine's {name} is the trainer's times {factor:.6g}", "look for a factor"
     )
 
 
-def _offset(difference: Difference) -> Cause | None:
+def _offset(evidence: PointEvidence) -> Cause | None:
     """Find a vector that one side adds to every token, such as a bias."""
-    engine, trainer = difference.values
+    engine, trainer = evidence.values
     delta = engine - trainer
-    if not is_close(delta, np.broadcast_to(delta[:1], delta.shape), difference.fit_tolerance):
+    if not is_close(delta, np.broadcast_to(delta[:1], delta.shape), evidence.fit_tolerance):
         return None
-    for side, sign in ((difference.engine, 1), (difference.trainer, -1)):
+    for side, sign in ((evidence.engine, 1), (evidence.trainer, -1)):
         for name, tensor in side.weights.items():
             if tensor.ndim == 1 and tensor.shape == delta[0].shape and is_close(delta[0], sign * tensor, 1e-2):
                 other = "trainer" if sign > 0 else "engine"
@@ -92,25 +92,25 @@ def _offset(difference: Difference) -> Cause | None:
 # Norms.
 
 
-def _norm(difference: Difference) -> Cause | None:
+def _norm(evidence: PointEvidence) -> Cause | None:
     """Find out whether one side lacks the norm or its weight, or has another epsilon than the other side.
 
     The norm is w * x / sqrt(mean(x^2) + epsilon).
     """
     inputs = {"attention_norm": ["input"], "mlp_norm": ["mlp_input"], "final_norm": ["final_norm_input"]}
-    sources = inputs.get(difference.point, [difference.point.removeprefix("normed_")])
-    if not difference.has(sources[0]):
+    sources = inputs.get(evidence.point, [evidence.point.removeprefix("normed_")])
+    if not evidence.both_sides_have(sources[0]):
         return None
     found = []
-    for side in difference.sides:
-        x, out = difference.of(side, sources[0]), difference.of(side, difference.point)
-        if difference.point.startswith("normed_"):
-            x, out = (each.reshape(-1, difference.facts.head_dim) for each in (x, out))
-        found.append(_norm_of(x, out, _norm_weight(difference, side, out.shape[-1]), difference.fit_tolerance))
+    for side in evidence.sides:
+        x, out = evidence.tensor_at(side, sources[0]), evidence.tensor_at(side, evidence.point)
+        if evidence.point.startswith("normed_"):
+            x, out = (each.reshape(-1, evidence.facts.head_dim) for each in (x, out))
+        found.append(_norm_of(x, out, _norm_weight(evidence, side, out.shape[-1]), evidence.fit_tolerance))
     if found[0] == found[1]:
         return None
     (engine, engine_eps), (trainer, trainer_eps) = found
-    name = {"normed_query": "q norm", "normed_key": "k norm"}.get(difference.point, difference.point.replace("_", " "))
+    name = {"normed_query": "q norm", "normed_key": "k norm"}.get(evidence.point, evidence.point.replace("_", " "))
     if engine != trainer:
         return Cause(name, f"the engine {engine}; the trainer {trainer}", "compare the norm modules of both sides")
     if math.isclose(engine_eps, trainer_eps, rel_tol=0.05, abs_tol=1e-9):
@@ -121,15 +121,15 @@ def _norm(difference: Difference) -> Cause | None:
     )
 
 
-def _norm_weight(difference: Difference, side: Side, size: int) -> NDArray | None:
+def _norm_weight(evidence: PointEvidence, side: Side, size: int) -> NDArray | None:
     names = dict(
         attention_norm="input_layernorm",
         mlp_norm="post_attention_layernorm",
         final_norm="model.norm",
         normed_query="q_norm",
     )
-    name = names.get(difference.point, "k_norm")
-    found = [w for key, w in side.weights.items() if f"{name}.weight" in key and in_layer(key, difference.layer)]
+    name = names.get(evidence.point, "k_norm")
+    found = [w for key, w in side.weights.items() if f"{name}.weight" in key and in_layer(key, evidence.layer)]
     return found[0].astype(np.float64) if found and found[0].shape == (size,) else None
 
 
@@ -182,25 +182,25 @@ ACTIVATIONS: dict[str, Callable[[NDArray, NDArray], NDArray]] = {
 }
 
 
-def _swapped(difference: Difference) -> Cause | None:
-    if not difference.has("gate", "up"):
+def _swapped(evidence: PointEvidence) -> Cause | None:
+    if not evidence.both_sides_have("gate", "up"):
         return None
-    engine, trainer = ([difference.of(side, name) for name in ("gate", "up")] for side in difference.sides)
-    if is_close(engine[0], trainer[1], difference.fit_tolerance) and is_close(
-        engine[1], trainer[0], difference.fit_tolerance
+    engine, trainer = ([evidence.tensor_at(side, name) for name in ("gate", "up")] for side in evidence.sides)
+    if is_close(engine[0], trainer[1], evidence.fit_tolerance) and is_close(
+        engine[1], trainer[0], evidence.fit_tolerance
     ):
         return Cause("MLP gate and up", "gate and up are swapped on one side", "compare the order in the fused matrix")
     return None
 
 
-def _activation(difference: Difference) -> Cause | None:
-    if not difference.has("gate", "up"):
+def _activation(evidence: PointEvidence) -> Cause | None:
+    if not evidence.both_sides_have("gate", "up"):
         return None
     names = []
-    for side in difference.sides:
-        gate, up = (difference.of(side, name)[:64] for name in ("gate", "up"))  # 64 tokens are enough
-        out = difference.of(side, "activation")[:64]
-        names.append(_matching_name(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, difference.fit_tolerance))
+    for side in evidence.sides:
+        gate, up = (evidence.tensor_at(side, name)[:64] for name in ("gate", "up"))  # 64 tokens are enough
+        out = evidence.tensor_at(side, "activation")[:64]
+        names.append(_matching_name(out, {n: f(gate, up) for n, f in ACTIVATIONS.items()}, evidence.fit_tolerance))
     return _compare_names("activation of the MLP", names)
 
 
@@ -215,26 +215,26 @@ def _compare_names(part: str, names: Sequence[str]) -> Cause | None:
     return Cause(part, f"the engine computes {engine}, the trainer {trainer}", "compare the modules of both sides")
 
 
-def _routing(difference: Difference) -> Cause | None:
+def _routing(evidence: PointEvidence) -> Cause | None:
     """Find out whether the sides choose different numbers of experts or different experts, or give them different weights.
 
     The tensors at this trace point are the weights of the experts [S, experts]. The weight of an expert that is not chosen is 0.
     """
-    engine, trainer = difference.values
+    engine, trainer = evidence.values
     counts = [int((each > 0).sum(1).max()) for each in (engine, trainer)]
     if counts[0] != counts[1]:
         text = f"the engine sends each token to {counts[0]} experts, the trainer to {counts[1]}"
         return Cause("router: experts per token (top-k)", text, "compare num_experts_per_tok and moe_router_topk")
     if not np.array_equal(engine > 0, trainer > 0):
-        return _choice_of_experts(difference)
-    if (factor := ratio(engine, trainer, difference.fit_tolerance)) is not None:
+        return _choice_of_experts(evidence)
+    if (factor := ratio(engine, trainer, evidence.fit_tolerance)) is not None:
         text = f"the engine's weights of the experts are the trainer's times {factor:.6g}"
         return Cause("router: scaling factor", text, "compare routed_scaling_factor and moe_router_topk_scaling_factor")
     per_expert = np.divide(engine, trainer, out=np.ones_like(engine), where=trainer > 0)
     low, high = np.where(trainer > 0, per_expert, np.inf).min(1), np.where(trainer > 0, per_expert, 0).max(1)
-    if np.all(high - low <= difference.fit_tolerance * 5 * high):
+    if np.all(high - low <= evidence.fit_tolerance * 5 * high):
         sums = [each.sum(1) for each in (engine, trainer)]
-        constant = [np.ptp(total) <= difference.fit_tolerance * total.max() for total in sums]
+        constant = [np.ptp(total) <= evidence.fit_tolerance * total.max() for total in sums]
         texts = [
             f"sum to {total[0]:.3g}" if c else "are not normalized" for total, c in zip(sums, constant, strict=True)
         ]
@@ -244,19 +244,19 @@ def _routing(difference: Difference) -> Cause | None:
     return Cause("router: score function", text, "compare softmax and sigmoid")
 
 
-def _choice_of_experts(difference: Difference) -> Cause:
+def _choice_of_experts(evidence: PointEvidence) -> Cause:
     """Find out by which scores each side chooses its experts."""
     names = []
-    for side in difference.sides:
-        logits, chosen = difference.of(side, "router_logits"), difference.of(side, "routing") > 0
+    for side in evidence.sides:
+        logits, chosen = evidence.tensor_at(side, "router_logits"), evidence.tensor_at(side, "routing") > 0
         bias = next(
-            (w for n, w in side.weights.items() if "correction_bias" in n and in_layer(n, difference.layer)), None
+            (w for n, w in side.weights.items() if "correction_bias" in n and in_layer(n, evidence.layer)), None
         )
         plain = 1 / (1 + np.exp(-logits))
         scores = {"without the correction bias": plain}
         if bias is not None:
             scores = {"with the correction bias": plain + bias, **scores}
-        count, expert_groups = int(chosen.sum(1).max()), difference.facts.expert_groups
+        count, expert_groups = int(chosen.sum(1).max()), evidence.facts.expert_groups
         names.append(max(scores, key=lambda name: int((_top(scores[name], count, expert_groups) & chosen).sum())))
     if names[0] == names[1]:
         text = (
@@ -288,29 +288,29 @@ def _highest(values: NDArray, count: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def _experts(difference: Difference) -> Cause | None:
+def _experts(evidence: PointEvidence) -> Cause | None:
     """Find out whether the two sides have different activation functions in the experts, or one side omits shared experts."""
-    if difference.point == "routed_experts" and (cause := _expert_activation(difference)):
+    if evidence.point == "routed_experts" and (cause := _expert_activation(evidence)):
         return cause
-    for side, other in (difference.sides, difference.sides[::-1]):
-        if difference.key("shared_experts") not in side.trace:
+    for side, other in (evidence.sides, evidence.sides[::-1]):
+        if evidence.full_name("shared_experts") not in side.trace:
             continue
-        shared = difference.of(side, "shared_experts")
-        delta = difference.of(side, difference.point) - difference.of(other, difference.point)
+        shared = evidence.tensor_at(side, "shared_experts")
+        delta = evidence.tensor_at(side, evidence.point) - evidence.tensor_at(other, evidence.point)
         for missing, value in ((other, delta), (side, -delta)):
-            if is_close(value, shared, difference.fit_tolerance):
+            if is_close(value, shared, evidence.fit_tolerance):
                 text = f"the {missing.name} does not add the shared experts"
                 return Cause("shared experts", text, "compare the MoE layers of both sides")
     return None
 
 
-def _expert_activation(difference: Difference) -> Cause | None:
-    if not difference.has("mlp_norm", "routing"):
+def _expert_activation(evidence: PointEvidence) -> Cause | None:
+    if not evidence.both_sides_have("mlp_norm", "routing"):
         return None
     names = []
-    for side in difference.sides:
-        x, routing = (difference.of(side, name)[:64] for name in ("mlp_norm", "routing"))  # 64 tokens are enough
-        matrices = [_expert_matrices(side.weights, difference.layer, expert) for expert in range(routing.shape[1])]
+    for side in evidence.sides:
+        x, routing = (evidence.tensor_at(side, name)[:64] for name in ("mlp_norm", "routing"))  # 64 tokens are enough
+        matrices = [_expert_matrices(side.weights, evidence.layer, expert) for expert in range(routing.shape[1])]
         if any(found is None for found in matrices):
             return None
         projected = [(x @ gate.T, x @ up.T, down) for gate, up, down in filter(None, matrices)]
@@ -318,7 +318,7 @@ def _expert_activation(difference: Difference) -> Cause | None:
         for name, function in ACTIVATIONS.items():
             parts = [function(gate, up) @ down.T for gate, up, down in projected]
             outputs[name] = np.einsum("te,eth->th", routing, np.stack(parts))
-        names.append(_matching_name(difference.of(side, "routed_experts")[:64], outputs, difference.fit_tolerance))
+        names.append(_matching_name(evidence.tensor_at(side, "routed_experts")[:64], outputs, evidence.fit_tolerance))
     return _compare_names("activation of the experts", names)
 
 
@@ -337,17 +337,17 @@ def _expert_matrices(weights: Weights, layer: int | None, expert: int) -> list[N
 # Residual stream and output.
 
 
-def _residual(difference: Difference) -> Cause | None:
+def _residual(evidence: PointEvidence) -> Cause | None:
     """Find the side whose residual stream is not the previous stream plus the output of the preceding attention or MLP."""
-    assert difference.layer is not None, "a residual stream belongs to a layer"
-    for side in difference.sides:
-        prefix = f"layers.{difference.layer - 1}." if difference.point == "input" else f"layers.{difference.layer}."
-        names = ("mlp_input", "mlp_output") if difference.point == "input" else ("input", "attention_output")
+    assert evidence.layer is not None, "a residual stream belongs to a layer"
+    for side in evidence.sides:
+        prefix = f"layers.{evidence.layer - 1}." if evidence.point == "input" else f"layers.{evidence.layer}."
+        names = ("mlp_input", "mlp_output") if evidence.point == "input" else ("input", "attention_output")
         if not all(f"{prefix}{name}" in side.trace for name in names):
             continue
         before, block = (side.trace[f"{prefix}{name}"].astype(np.float64) for name in names)
-        after = difference.of(side, difference.point)
-        if not is_close(after, before + block, difference.fit_tolerance):
+        after = evidence.tensor_at(side, evidence.point)
+        if not is_close(after, before + block, evidence.fit_tolerance):
             text = f"in the {side.name}, the residual stream is not the sum of its input and the output of the block"
             return Cause(
                 "residual connection", text, "compare the residual connections, and multipliers of the residual"

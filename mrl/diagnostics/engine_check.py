@@ -16,7 +16,7 @@ from models.architecture import Architecture
 from mrl.config.schema import CertifyConfig
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.engine_causes import find_cause
-from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, Difference, ModelFacts, Side, Trace
+from mrl.diagnostics.engine_difference import LAYER_IDENTITY, Cause, ModelFacts, PointEvidence, Side, Trace
 from mrl.diagnostics.layout_comparison import random_groups
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.forward_recorder import (
@@ -88,7 +88,7 @@ class EngineReport:
     num_prompts: int
     # number of tokens whose log-probabilities were not compared, because round-off decides to which experts these tokens, or
     # earlier tokens of their rows, are routed
-    tokens_with_tied_experts: int
+    tokens_with_undecided_experts: int
 
     @property
     def first(self) -> PointDifference | None:
@@ -117,7 +117,7 @@ def compare_points(
     Returns the differences, and a mask [S] of the tokens that were not compared at `routing` and of all later tokens of their
     rows. When the engine sampled, it may have chosen other experts for the tokens of the mask.
     """
-    tied = np.zeros(len(block.tokens), bool)
+    undecided = np.zeros(len(block.tokens), bool)
     differences = []
     for point, layer in ordered_points(num_layers):
         name = point_name(point, layer)
@@ -126,14 +126,16 @@ def compare_points(
         first, second = engine[name], trainer[name]
         compared = np.ones(len(first), bool)
         if point == "routing" and first.shape == second.shape:
-            compared = ~_tied(first, second, trainer.get(point_name("router_logits", layer)), tolerance)
-            tied |= ~compared
+            compared = ~_undecided_routing(first, second, trainer.get(point_name("router_logits", layer)), tolerance)
+            undecided |= ~compared
         differences.append(_point_difference(point, layer, first, second, compared, tolerance))
-    rows = np.split(tied, block.cu_seqlens[1:-1])
+    rows = np.split(undecided, block.cu_seqlens[1:-1])
     return differences, np.concatenate([np.logical_or.accumulate(row) for row in rows])
 
 
-def _tied(engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: float) -> NDArray[np.bool_]:
+def _undecided_routing(
+    engine: NDArray, trainer: NDArray, logits: NDArray | None, tolerance: float
+) -> NDArray[np.bool_]:
     """Return a mask [S] of the tokens whose experts differ between the two sides only because of round-off.
 
     Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit).
@@ -176,17 +178,21 @@ def weights_near(point: str, layer: int | None) -> list[str]:
 def model_facts(arch: Architecture) -> ModelFacts:
     """Return the sizes of the model that the search for a cause needs."""
     t = arch.transformer
-    latent = (t["qk_head_dim"], t["v_head_dim"]) if arch.has_latent_attention else None
+    latent_head_sizes = (t["qk_head_dim"], t["v_head_dim"]) if arch.has_latent_attention else None
     expert_groups = t.get("moe_router_num_groups") or 1, t.get("moe_router_group_topk") or 1
-    return ModelFacts(t["kv_channels"], t["num_query_groups"], arch.rotary_dim, latent, expert_groups)
+    return ModelFacts(t["kv_channels"], t["num_query_groups"], arch.rotary_dim, latent_head_sizes, expert_groups)
 
 
 def diagnose(
-    first: PointDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, tied: int = 0
+    first: PointDifference, engine: Side, trainer: Side, block: TokenBlock, facts: ModelFacts, undecided_tokens: int = 0
 ) -> Cause:
-    """Return the cause of the first difference. `tied`: EngineReport.tokens_with_tied_experts."""
+    """Return the cause of the first difference. `undecided_tokens`: EngineReport.tokens_with_undecided_experts."""
     if first.point == LOGPROBS:
-        more = " and raise certify.prompts, because round-off decides the experts of many tokens" if tied else ""
+        more = (
+            " and raise certify.prompts, because round-off decides the experts of many tokens"
+            if undecided_tokens
+            else ""
+        )
         return Cause(
             "sampling",
             "the forward pass over prompt and response agrees, but the log-probabilities that the engine reported while it "
@@ -194,7 +200,7 @@ def diagnose(
             f"compare rollout.temperature, sglang.kv_cache_dtype and sglang.attention_backend{more}",
         )
     tolerance = first.tolerance
-    return find_cause(Difference(engine, trainer, first.point, first.layer, block.positions, facts, tolerance))
+    return find_cause(PointEvidence(engine, trainer, first.point, first.layer, block.positions, facts, tolerance))
 
 
 @dataclass(frozen=True)
@@ -225,14 +231,14 @@ class EngineCheck:
             file, outputs = group.call_rank_0(TrainWorker.trace_forward, block, batch, self.temperature, routing, path)
             trainer = dict(file)
             tolerances = TOLERANCES[self.settings.dtype]
-            differences, tied = compare_points(engine, trainer, block, self.arch.num_layers, tolerances.points)
+            differences, undecided = compare_points(engine, trainer, block, self.arch.num_layers, tolerances.points)
             logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
-            differences.append(compare_logprobs(block, logprobs, tied, tolerances.logprobs))
-            report = EngineReport(differences, None, len(block.tokens), len(block.prompt_lengths), int(tied.sum()))
+            differences.append(compare_logprobs(block, logprobs, undecided, tolerances.logprobs))
+            report = EngineReport(differences, None, len(block.tokens), len(block.prompt_lengths), int(undecided.sum()))
             if report.first is None:
                 return report
             sides = self._sides(client, group, block, (engine, trainer), report.first)
-        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.tokens_with_tied_experts)
+        cause = diagnose(report.first, *sides, block, model_facts(self.arch), report.tokens_with_undecided_experts)
         return replace(report, cause=cause)
 
     def _sample(self, client: EngineClient) -> TokenBlock:
@@ -268,7 +274,7 @@ class EngineCheck:
             client.generate([tokens], SamplingParams(1, 0.0, ignore_eos=True))
         finally:
             request.unlink()
-        return read_forward_recording(self.folder, name, self.layout.topology.tp)
+        return read_forward_recording(self.folder, name, self.layout.parallel_sizes.tp)
 
     def _sides(
         self,
@@ -288,10 +294,12 @@ class EngineCheck:
         return Side("engine", traces[0], mine), Side("trainer", traces[1], dict(weights))
 
 
-def compare_logprobs(block: TokenBlock, trainer: NDArray, tied: NDArray[np.bool_], tolerance: float) -> PointDifference:
+def compare_logprobs(
+    block: TokenBlock, trainer: NDArray, undecided: NDArray[np.bool_], tolerance: float
+) -> PointDifference:
     """Compare the engine's log-probabilities of the sampled tokens with the trainer's log-probabilities [R]."""
     delta = np.abs(block.rollout_logprobs.astype(np.float64) - trainer)
-    delta = np.where(tied[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
+    delta = np.where(undecided[block.sampled_index], 0.0, np.where(np.isfinite(delta), delta, np.inf))
     index = int(delta.argmax())
     return PointDifference(
         LOGPROBS, None, float(delta[index]), float(delta[index]), int(block.sampled_index[index]), tolerance

@@ -20,7 +20,7 @@ TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division
 LAYER_IDENTITY = "input_layernorm.weight"
 """End of the name of the tensor that identifies a layer if the two sides have the layers in different orders."""
 
-_PARTS: dict[str, tuple[str, ...]] = {
+_NAME_PARTS_BY_POINT: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
     "attention_norm": (LAYER_IDENTITY,),
     "query_latent": ("q_a_proj.", "q_a_layernorm."),
@@ -49,7 +49,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 
 # A check recomputes the tensor of a trace point with an assumed cause, such as another RoPE base. If the relative error is at
-# most _FIT_TOLERANCE, the cause explains the difference. The tolerance of bfloat16 is larger (Difference.fit_tolerance).
+# most _FIT_TOLERANCE, the cause explains the difference. The tolerance of bfloat16 is larger (PointEvidence.fit_tolerance).
 _FIT_TOLERANCE = 1e-3
 
 
@@ -79,13 +79,13 @@ class ModelFacts:
     kv_heads: int
     rope_dim: int  # number of components of a head that RoPE rotates
     # latent attention: for each head, (size of the part of the key without RoPE, size of the value)
-    latent: tuple[int, int] | None = None
+    latent_head_sizes: tuple[int, int] | None = None
     # number of groups of experts, and number of groups from which the router chooses the experts of a token
     expert_groups: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
-class Difference:
+class PointEvidence:
     """The first trace point at which both sides differ, with everything that is known about both sides."""
 
     engine: Side
@@ -100,22 +100,22 @@ class Difference:
     def sides(self) -> tuple[Side, Side]:
         return self.engine, self.trainer
 
-    def key(self, point: str) -> str:
-        """Return the full name of a trace point in the layer of this difference."""
+    def full_name(self, point: str) -> str:
+        """Return the full name of a trace point in the layer that differs."""
         return point if self.layer is None else f"layers.{self.layer}.{point}"
 
-    def of(self, side: Side, *points: str) -> NDArray:
+    def tensor_at(self, side: Side, *points: str) -> NDArray:
         """Return the tensor of `side`, in float64, at the first of `points` that the side has. All `points` are in this layer."""
-        return next(side.trace[self.key(p)] for p in points if self.key(p) in side.trace).astype(np.float64)
+        return next(side.trace[self.full_name(p)] for p in points if self.full_name(p) in side.trace).astype(np.float64)
 
-    def has(self, *points: str) -> bool:
-        """Return whether both sides have all these trace points in the layer of this difference."""
-        return all(self.key(point) in side.trace for point in points for side in self.sides)
+    def both_sides_have(self, *points: str) -> bool:
+        """Return whether both sides have all these trace points in the layer that differs."""
+        return all(self.full_name(point) in side.trace for point in points for side in self.sides)
 
     @property
     def values(self) -> tuple[NDArray, NDArray]:
         """The tensors of the engine and of the trainer at this trace point, in float64."""
-        return self.of(self.engine, self.point), self.of(self.trainer, self.point)
+        return self.tensor_at(self.engine, self.point), self.tensor_at(self.trainer, self.point)
 
     @property
     def fit_tolerance(self) -> float:
@@ -152,7 +152,7 @@ def weight_cause(point: str, layer: int | None, engine: Weights, trainer: Weight
     prefix = "" if layer is None else f"model.layers.{layer}."
     names = [
         name
-        for part in _PARTS.get(point, ())
+        for part in _NAME_PARTS_BY_POINT.get(point, ())
         for name in dict.fromkeys([*trainer, *engine])
         if name.startswith(prefix) and part in name
     ]
@@ -285,7 +285,7 @@ def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
 
 
 # Part of a tensor's name -> part of the model
-_NAMES = {
+_MODEL_PART_BY_NAME_PART = {
     "input_layernorm": "attention norm",
     "post_attention_layernorm": "MLP norm",
     "q_norm": "q norm",
@@ -308,4 +308,4 @@ def part_of(name: str) -> str:
     """Return the part of the model to which a Hugging Face tensor belongs."""
     if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")):
         return "attention bias"
-    return next((part for key, part in _NAMES.items() if key in name), "attention projections")
+    return next((part for key, part in _MODEL_PART_BY_NAME_PART.items() if key in name), "attention projections")

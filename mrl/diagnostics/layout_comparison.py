@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.architecture import Architecture
-from mrl.algorithms.inputs import AdvantageInputs, join_extra_columns, needs_of
+from mrl.algorithms.inputs import AdvantageInputs, join_precomputed_columns, required_inputs_of
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import TokenWeighting
 from mrl.config.schema import CertifyConfig
@@ -100,12 +100,12 @@ class ParityCheck:
             return (logprobs + rng.normal(scale=0.1, size=len(logprobs))).astype(np.float32)
 
         block = replace(block, rollout_logprobs=perturb())
-        needs = needs_of(self.loss) | ({"values"} if self.settings.critic else set())
-        columns = {name: perturb() for name in ("old_logprobs", *sorted(needs - {"rollout_logprobs"}))}
-        columns |= {name: make(columns[name]) for name, make in _FROM_LOGPROBS.items() if name in needs}
+        required_inputs = required_inputs_of(self.loss) | ({"values"} if self.settings.critic else set())
+        columns = {name: perturb() for name in ("old_logprobs", *sorted(required_inputs - {"rollout_logprobs"}))}
+        columns |= {name: make(columns[name]) for name, make in _FROM_LOGPROBS.items() if name in required_inputs}
         known = columns | {"rollout_logprobs": block.rollout_logprobs}
         inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
-        columns |= join_extra_columns([self.loss], inputs, advantages, rng)
+        columns |= join_precomputed_columns([self.loss], inputs, advantages, rng)
         return block.with_columns(**columns)
 
     def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:

@@ -37,7 +37,7 @@ from parallel.dims import ParallelDims
 from parallel.durable_files import check_folder
 
 MANIFEST, MINI_BATCHES = "step_dump.json", "mini_batches.npz"
-FORMAT = 4  # number of the file format, which increases when the format changes
+FORMAT = 5  # number of the file format, which increases when the format changes
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
 
 
@@ -122,8 +122,8 @@ class StepDump:
         """Read the mini-batch that a replay computes."""
         with np.load(self.path / MINI_BATCHES, allow_pickle=False) as file:
             groups = file["groups"] if "groups" in file.files else None
-            # The file calls denominator_rows "counted".
-            rows, denominator_rows = (file[f"{name}_{self.description.mini_batch}"] for name in ("rows", "counted"))
+            mini_batch = self.description.mini_batch
+            rows, denominator_rows = (file[f"{name}_{mini_batch}"] for name in ("rows", "denominator_rows"))
         lengths = block.prompt_lengths, block.response_lengths, block.sampled_lengths
         return TrainBatch(block, *lengths, groups, rows, denominator_rows)
 
@@ -146,7 +146,7 @@ class StepDump:
 def write_mini_batches(folder: Path, mini_batches: Sequence[TrainBatch]) -> None:
     """Write the groups of a step and the rows of each of its mini-batches."""
     arrays = {f"rows_{n}": mini_batch.rows for n, mini_batch in enumerate(mini_batches)}
-    arrays |= {f"counted_{n}": mini_batch.denominator_rows for n, mini_batch in enumerate(mini_batches)}
+    arrays |= {f"denominator_rows_{n}": mini_batch.denominator_rows for n, mini_batch in enumerate(mini_batches)}
     groups = {} if mini_batches[0].groups is None else dict(groups=mini_batches[0].groups)
     with (folder / MINI_BATCHES).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays, **groups)
@@ -273,7 +273,7 @@ class StepDumpRecorder:
             losses=[],
             layout=self.layout,
             config=self.config,
-            update=update.index + 1,
+            update=update.update_index + 1,
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
@@ -296,12 +296,12 @@ class StepDumpRecorder:
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
         """Make the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""
-        folder, batch = self._path(description), update.steps[0]
+        folder, batch = self._path(description), update.mini_batches[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with_weights = description.weights is not None and description.weights.path == DUMPED_WEIGHTS
         group.call(TrainWorker.dump_step, batch.block, batch.columns, str(folder), with_weights)
-        write_mini_batches(folder, update.steps)
+        write_mini_batches(folder, update.mini_batches)
 
     def _dump_and_complete(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
         self._dump(group, update, description)

@@ -35,7 +35,7 @@ class DoctorFinding:
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "  # before the lines `why` and `fix` of a finding
-MAX_SHOWN_HOSTS = 6  # a list of more than MAX_SHOWN_HOSTS + 1 hosts shows only this many names, and how many hosts follow
+MAX_SHOWN_HOSTS = 6  # a list of more than MAX_SHOWN_HOSTS + 1 hosts shows this many names, and how many follow
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:

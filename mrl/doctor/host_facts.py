@@ -206,7 +206,7 @@ def most_common[T: Hashable](values: Mapping[str, T]) -> T:
     return Counter(values.values()).most_common(1)[0][0]
 
 
-def outliers[T: Hashable](values: Mapping[str, T]) -> dict[str, T]:
+def hosts_that_differ[T: Hashable](values: Mapping[str, T]) -> dict[str, T]:
     """Return the hosts whose value differs from the most common value: host -> value."""
     common = most_common(values) if values else None
     return {host: value for host, value in values.items() if value != common}

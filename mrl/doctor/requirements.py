@@ -27,9 +27,9 @@ AXES = ("tp", "cp", "dp", "pp")  # axes of a rank's coordinates; ep divides the 
 def requirements_of(config: Config) -> Requirements:
     """Derive the requirements of a run from its config. An error in the config is not raised, but returned in `mistakes`."""
     try:
-        needs = algorithm_of(config).needs
+        required_inputs = algorithm_of(config).required_inputs
         make_input_files(config)
-        models = plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), needs)
+        models = plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), required_inputs)
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
         if not config.rollout.replay:
             engine_layout(config, actor)

@@ -62,12 +62,12 @@ class Layout:
     """The columns of the response files that one tool writes."""
 
     tool: str
-    marks: frozenset[str]  # a file has this layout if it has these columns
+    identifying_columns: frozenset[str]  # a file has this layout if it has these columns
     columns: ResponseColumns
     prepare: Callable[[Row], Row] = dict  # adds the columns that `columns` names but the file does not have
     # Column that differs between rows with the same responses. Only rows whose value in this column equals the first row's
     # value are read. None: all rows are read
-    repeated_by: str | None = None
+    variant_column: str | None = None
 
 
 def _with_lm_eval_prompt(row: Row) -> Row:
@@ -110,7 +110,7 @@ LAYOUTS = (
         frozenset({"doc", "resps", "target"}),
         ResponseColumns(response="resps", ground_truth="target", extra_info="doc"),
         _with_lm_eval_prompt,
-        repeated_by="filter",
+        variant_column="filter",
     ),
     Layout(
         "lighteval",  # lighteval --save-details
@@ -157,9 +157,9 @@ def _read_file(file: Path, file_number: int, columns: Mapping[str, Any]) -> list
         row = layout.prepare(row)
         found = column_value(row, names.response)
         num_tokens = None if names.num_tokens is None else _count(column_value(row, names.num_tokens), names.num_tokens)
-        kind = row.get(layout.repeated_by) if layout.repeated_by else None
+        variant = row.get(layout.variant_column) if layout.variant_column else None
         texts = _texts(found, names.response)
-        return _RowResponses(number, names(row, source), texts, isinstance(found, list), num_tokens, kind)
+        return _RowResponses(number, names(row, source), texts, isinstance(found, list), num_tokens, variant)
 
     converted, bad = convert_rows(table, convert)
     if bad:
@@ -170,7 +170,7 @@ def _read_file(file: Path, file_number: int, columns: Mapping[str, Any]) -> list
         )
     collector = _RowCollector(str(file), file_number)
     for row in converted:
-        if row.kind == converted[0].kind:
+        if row.variant == converted[0].variant:
             collector.add(row)
     return collector.rows
 
@@ -184,7 +184,7 @@ class _RowResponses:
     texts: list[str]
     has_all: bool  # whether the row has all responses to its prompt
     num_tokens: int | None  # number of tokens of each response; None: unknown
-    kind: Any  # value of the column that Layout.repeated_by names
+    variant: Any  # value of the column that Layout.variant_column names
 
 
 class _RowCollector:
@@ -227,7 +227,7 @@ class _RowCollector:
 def _layout_of(row: Row) -> Layout:
     """Return the layout of the file that begins with this row. By default, the columns have mrl's own names."""
     for layout in LAYOUTS:
-        if layout.marks <= row.keys():
+        if layout.identifying_columns <= row.keys():
             return layout
     response = "response" if "response" in row or "responses" not in row else "responses"
     truth = "ground_truth" if "ground_truth" in row else ResponseColumns.ground_truth

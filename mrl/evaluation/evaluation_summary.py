@@ -67,7 +67,7 @@ class PromptScores:
     """Scores and answers of the n responses to one prompt."""
 
     data_source: str
-    digest: str  # digest of the prompt, by which evaluations are compared
+    prompt_digest: str  # digest of the prompt, by which evaluations are compared
     scores: list[float]
     answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
@@ -112,7 +112,7 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
     return [
         PromptScores(
             data_source=rows[group[0]]["data_source"],
-            digest=rows[group[0]]["prompt_digest"],
+            prompt_digest=rows[group[0]]["prompt_digest"],
             scores=[rows[i]["score"] for i in group],
             answers=[answers[i] for i in group],
             failed=sum(rows[i]["failure"] is not None for i in group),
@@ -267,8 +267,8 @@ def compare(
 def _pair(before: Sequence[PromptScores], now: Sequence[PromptScores]) -> list[tuple[PromptScores, PromptScores]]:
     waiting: defaultdict[str, deque[PromptScores]] = defaultdict(deque)
     for prompt in before:
-        waiting[prompt.digest].append(prompt)
-    return [(waiting[prompt.digest].popleft(), prompt) for prompt in now if waiting[prompt.digest]]
+        waiting[prompt.prompt_digest].append(prompt)
+    return [(waiting[prompt.prompt_digest].popleft(), prompt) for prompt in now if waiting[prompt.prompt_digest]]
 
 
 def _difference(

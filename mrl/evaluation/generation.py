@@ -169,7 +169,8 @@ def plan_generation(config: Config) -> GenerationPlan:
     sources = test_sources(config.data)
     if rewards:
         sources = [
-            replace(each, find_fault=find_unscored(rewards.of_set.get(each.name, rewards.reward))) for each in sources
+            replace(each, unusable_reason=find_unscored(rewards.of_set.get(each.name, rewards.reward)))
+            for each in sources
         ]
     if not sources:
         raise ValueError(

@@ -91,7 +91,7 @@ def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[Proce
         others = [
             log
             for other in snapshots
-            if other.record.group == snapshot.record.group
+            if other.record.model == snapshot.record.model
             for log in _logs_of_group(own, other)
         ]
         most = max((log.num_collectives for log in others), default=0)
@@ -138,7 +138,7 @@ def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[P
 
     def key(one: ProcessSnapshot) -> tuple[str, ...]:
         work = (one.summary.purpose, one.summary.waits_for) if one.stacks else (one.state,)
-        return (*work, one.record.role, one.record.group)
+        return (*work, one.record.role, one.record.model)
 
     groups = (list(part) for _, part in groupby(sorted(snapshots, key=key), key))
     return [(_describe_alike(group), group) for group in groups]
@@ -153,8 +153,8 @@ def _describe_alike(snapshots: Sequence[ProcessSnapshot]) -> str:
 def _join_titles(snapshots: Sequence[ProcessSnapshot]) -> str:
     if len(snapshots) == 1 or snapshots[0].record.role != "rank":
         return ", ".join(snapshot.title for snapshot in snapshots)
-    group = f"{snapshots[0].record.group} " if snapshots[0].record.group else ""
-    return f"{group}ranks {format_ranks(sorted(snapshot.record.rank for snapshot in snapshots))}"
+    model = f"{snapshots[0].record.model} " if snapshots[0].record.model else ""
+    return f"{model}ranks {format_ranks(sorted(snapshot.record.rank for snapshot in snapshots))}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

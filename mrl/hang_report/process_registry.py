@@ -24,8 +24,8 @@ from mrl.core.jsonl import write_json
 # faulthandler handles this signal in C, so a dump works even inside a collective and while another thread holds the GIL.
 DUMP_SIGNAL = signal.SIGUSR2
 # Environment variables that tell the processes of an engine where and under which name to register
-REGISTRY_FOLDER_ENV = "MRL_STACKS"
-REGISTRY_NAME_ENV = "MRL_STACKS_NAME"
+REGISTRY_FOLDER_ENV = "MRL_PROCESS_REGISTRY"
+REGISTRY_NAME_ENV = "MRL_PROCESS_NAME"
 ACTIVITY_FILE_BYTES = 4096  # size of the file with the activities of a process; text that does not fit is cut
 
 
@@ -49,7 +49,7 @@ class ProcessRecord:
     pid: int
     # Start time in clock ticks since boot. Together with the pid, it identifies a process, because pids are reused.
     started: int
-    group: str = ""  # model of a trainer rank; "" for the actor
+    model: str = ""  # name of a trainer rank's model; "" for the actor
     rank: int = -1  # index of a trainer rank among the ranks of its model; -1 for other processes
 
 
@@ -91,7 +91,7 @@ def read_process_records(folder: str | Path) -> list[ProcessRecord]:
             records.append(ProcessRecord(**json.loads(path.read_text())))
     order = {"rank": 0, "rollout": 1, "engine": 2}
     return sorted(
-        records, key=lambda record: (order.get(record.role, len(order)), record.group, record.rank, record.name)
+        records, key=lambda record: (order.get(record.role, len(order)), record.model, record.rank, record.name)
     )
 
 

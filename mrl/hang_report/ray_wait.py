@@ -185,7 +185,7 @@ class RayWaiter:
 
     run_dir: Path
     role: str  # rank or rollout
-    group: str = ""  # model of the trainer ranks; "" for the actor and for the rollout worker
+    model: str = ""  # name of the trainer ranks' model; "" for the actor and for the rollout worker
 
     def get(self, futures: Sequence[ObjectRef], timeout_s: float, call: str, *, starting: bool = False) -> list[Any]:
         """Return the answers of all futures, in order.
@@ -256,7 +256,7 @@ class RayWaiter:
         """
 
         def is_pending(record: ProcessRecord) -> bool:
-            return (record.role, record.group) == (self.role, self.group) and max(record.rank, 0) in indices
+            return (record.role, record.model) == (self.role, self.model) and max(record.rank, 0) in indices
 
         return is_pending
 
@@ -278,7 +278,7 @@ class RayWaiter:
             diagnosed.role = self.role
             return diagnosed
         blamed = [snapshot.record for snapshot in report.diagnosis.blamed if snapshot.record.role == "rank"]
-        ranks = tuple(record.rank for record in blamed if record.group == self.group)
+        ranks = tuple(record.rank for record in blamed if record.model == self.model)
         where = f"Hang report: {report.path}" if report.path else "The hang report could not be written."
         diagnosed = error_type(f"{reason}. {report.diagnosis.sentence}. {where}", report.path, report.names, ranks)
         diagnosed.role = self.role

@@ -31,7 +31,9 @@ from ray._private import (
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
     services,  # private: Ray has no setting for the time that a node may take to start
 )
-from ray._private.utils import estimate_available_memory  # private: Ray compares the object store's size with the result
+from ray._private.utils import (
+    estimate_available_memory,
+)  # private: Ray compares the object store's size with the result
 from ray.job_config import JobConfig
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 

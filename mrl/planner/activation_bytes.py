@@ -25,7 +25,7 @@ from functools import lru_cache
 from mrl.planner.micro_batch_shape import MicroBatchShape, Recompute
 from mrl.planner.model_shape import LayerKind, ModelShape, RecurrentShape, TowerShape
 from mrl.planner.parameter_shape import FLOAT32_BYTES, ParameterShape
-from parallel.trainer_config import INDEX_PRODUCTS
+from parallel.trainer_config import MAX_INDEX_PRODUCTS
 
 INDEX_BYTES = 8  # bytes of one int64 index
 STATISTIC_BYTES = 4  # bytes of one float32 statistic of a norm or a softmax
@@ -57,7 +57,7 @@ def layer_bytes(
     for block in kind.blocks:
         parts |= of_block[block](shape, batch, recomputed)
     if shape.dropout:
-        parts["dropout masks"] = len(kind.blocks) * batch.rows * shape.hidden
+        parts["dropout masks"] = len(kind.blocks) * batch.residual_tokens * shape.hidden
     parts |= adapter_bytes(shape, kind, batch, recomputed, adapters) if adapters else {}
     return sum(parts.values())
 
@@ -81,12 +81,12 @@ def adapter_bytes(
         width = sum(p.shape[0] for p in of_a)  # rows of A, of all matrices together
         inputs = of_a[0].shape[1] // (ranks if of_a[0].is_sharded else 1)
         outputs = of_model[f"{linear}.weight"].shape[0] // (ranks if of_b[0].is_sharded else 1)
-        rows = batch.tokens if of_b[0].is_sharded else batch.rows
+        rows = batch.tokens if of_b[0].is_sharded else batch.residual_tokens
         saved["A and B"] += (adapters.num_experts if is_expert else 1) * width * (inputs + outputs) * e
         saved["A x"] += (batch.expert_rows(shape.topk) if is_expert else rows) * width * e
         if f"{linear}.layer_norm_weight" in of_model:  # the adapter computes the norm of its linear layer again
             is_copied = shape.zero_centered_norms and e < FLOAT32_BYTES
-            saved["norms of adapters"] += batch.rows * (STATISTIC_BYTES + inputs * FLOAT32_BYTES * is_copied)
+            saved["norms of adapters"] += batch.residual_tokens * (STATISTIC_BYTES + inputs * FLOAT32_BYTES * is_copied)
     return dict(saved)
 
 
@@ -117,7 +117,7 @@ def attention_bytes(
     """Return the bytes that the attention of a layer saves. They include the norms before and after the attention."""
     e = batch.itemsize
     saved = _norms_bytes("attention", shape, batch)
-    saved["attention's input"] = batch.input_bytes(batch.rows * shape.hidden)
+    saved["attention's input"] = batch.input_bytes(batch.residual_tokens * shape.hidden)
     if shape.has_latent_attention and batch.fp8:  # two matrices read the input, and each saves a copy in FP8
         saved["attention's input"] *= 2
     if shape.has_latent_attention and "layernorm" in recomputed:
@@ -153,7 +153,7 @@ def indexer_working_bytes(shape: ModelShape, batch: MicroBatchShape) -> int:
     """
     if not shape.indexer or batch.longest_sequence <= shape.indexer.topk:
         return 0
-    products = min(INDEX_PRODUCTS, batch.pairs * shape.indexer.heads) * FLOAT32_BYTES
+    products = min(MAX_INDEX_PRODUCTS, batch.pairs * shape.indexer.heads) * FLOAT32_BYTES
     return products + (0 if all(shape.indexer.layers) else batch.pairs)
 
 
@@ -169,13 +169,13 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
     saved: BytesByTensor = {}
     several_groups = shape.num_kv_heads // batch.tp > 1
     is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # whether the queries are a copy, not a view
-    reads_views = not several_groups if shape.projection_norms else shape.qk_norm
+    reads_views = not several_groups if shape.qk_norm_over_all_heads else shape.qk_norm_per_head
     if reads_views or not batch.is_gathered:  # views of the projection are saved: inputs of the norms, or values
         saved["qkv projection"] = s * (q * (1 + shape.output_gate) + 2 * kv) * e
-    if shape.projection_norms:
+    if shape.qk_norm_over_all_heads:
         saved["inputs of the projection norms"] = s * (q + kv) * e if several_groups else 0
         saved["statistics of the projection norms"] = 2 * s * STATISTIC_BYTES
-    if shape.qk_norm:
+    if shape.qk_norm_per_head:
         heads = (shape.num_heads + shape.num_kv_heads) // batch.tp
         # If the input is a view, the bytes of the projection include this input.
         saved["query norm's input"] = s * q * e if is_copy else 0
@@ -207,59 +207,67 @@ def recurrent_bytes(
     """
     sizes = shape.recurrence
     assert sizes is not None, "the model has no recurrent layers"
-    e, wide = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)  # wide: bytes of one element in the recurrence
+    e, recurrence_itemsize = batch.itemsize, max(batch.itemsize, FLOAT32_BYTES)
     heads, tokens = sizes.value_heads // batch.tp, batch.tokens * batch.cp
     own_values = batch.tokens * heads * sizes.value_dim  # elements of the values of this rank's tokens
     saved = _norms_bytes("attention", shape, batch)
-    saved["attention's input"] = batch.rows * shape.hidden * e
+    saved["attention's input"] = batch.residual_tokens * shape.hidden * e
     saved["convolution"] = 2 * tokens * sizes.channels // batch.tp * e  # its input and its output
-    saved["states"] = -(-tokens // RECURRENT_CHUNK) * heads * sizes.key_dim * sizes.value_dim * wide
-    saved |= (_mamba_bytes if sizes.is_mamba else _delta_rule_bytes)(sizes, tokens, heads, batch, wide)
-    saved["output gates"] = 2 * own_values * wide
+    saved["states"] = -(-tokens // RECURRENT_CHUNK) * heads * sizes.key_dim * sizes.value_dim * recurrence_itemsize
+    saved |= (_mamba_bytes if sizes.is_mamba else _delta_rule_bytes)(sizes, tokens, heads, batch, recurrence_itemsize)
+    saved["output gates"] = 2 * own_values * recurrence_itemsize
     saved["gated output"] = 2 * own_values * e  # before and after the multiplication by the gate
     if not sizes.is_mamba:
         return saved | norm_bytes("gated", sizes.value_dim, batch.tokens * heads, batch)
     # Mamba-2 multiplies by the gate, normalizes the heads of a group together in float32, and multiplies by the norm's weight.
-    saved["gated norm's input"] = own_values * wide
+    saved["gated norm's input"] = own_values * recurrence_itemsize
     saved["gated norm's statistics"] = batch.tokens * sizes.key_heads // batch.tp * STATISTIC_BYTES
     saved["normalized output"] = own_values * e
     return saved
 
 
 def _delta_rule_bytes(
-    sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int
+    sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, recurrence_itemsize: int
 ) -> BytesByTensor:
     """Return the bytes of the gated delta rule. `tokens`: number of tokens of the pack. `heads`: value heads of this rank."""
-    keys, values = tokens * heads * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    keys, values = (
+        tokens * heads * sizes.key_dim * recurrence_itemsize,
+        tokens * heads * sizes.value_dim * recurrence_itemsize,
+    )
     return {
         "queries and keys": 3 * keys,  # queries, keys and normalized keys
         "values": values,
         # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
-        "numbers of heads": 7 * tokens * heads * wide,
+        "numbers of heads": 7 * tokens * heads * recurrence_itemsize,
         "chunks of queries and keys": 3 * keys,
-        "pairs of tokens in a chunk": 5 * tokens * RECURRENT_CHUNK * heads * wide,
+        "pairs of tokens in a chunk": 5 * tokens * RECURRENT_CHUNK * heads * recurrence_itemsize,
         "solved systems": keys + values,
         "reads and writes": 2 * keys + values,
     }
 
 
-def _mamba_bytes(sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, wide: int) -> BytesByTensor:
+def _mamba_bytes(
+    sizes: RecurrentShape, tokens: int, heads: int, batch: MicroBatchShape, recurrence_itemsize: int
+) -> BytesByTensor:
     """Return the bytes of the recurrence of Mamba-2. `tokens`: number of tokens of the pack. `heads`: heads of this rank."""
     groups = sizes.key_heads // batch.tp
-    keys, values = tokens * groups * sizes.key_dim * wide, tokens * heads * sizes.value_dim * wide
+    keys, values = (
+        tokens * groups * sizes.key_dim * recurrence_itemsize,
+        tokens * heads * sizes.value_dim * recurrence_itemsize,
+    )
     return {
         "chunks of queries and keys": 2 * keys,
         # values; values in chunks; values times decays; outputs of the states; values by head, if groups have several heads
         "values": (4 + (heads > groups)) * values,
         # numbers before and after the softplus, decays to the end and from the start of a chunk
-        "numbers of heads": 4 * tokens * heads * wide,
-        "pairs of tokens in a chunk": (2 * heads + groups) * tokens * RECURRENT_CHUNK * wide,
+        "numbers of heads": 4 * tokens * heads * recurrence_itemsize,
+        "pairs of tokens in a chunk": (2 * heads + groups) * tokens * RECURRENT_CHUNK * recurrence_itemsize,
     }
 
 
 def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
     """Return the bytes that multi-head latent attention saves: compressed vectors and their up-projections."""
-    e, s, r = batch.itemsize, batch.tokens, batch.rows
+    e, s, r = batch.itemsize, batch.tokens, batch.residual_tokens
     heads = shape.num_heads // batch.tp
     # The recomputation needs the compressed vectors without FP8.
     input_bytes = replace(batch, fp8="").input_bytes if "mla_up_proj" in recomputed else batch.input_bytes
@@ -284,10 +292,10 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
 def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
     """Return the bytes that the MLP of a dense layer saves. They include the norms before and after the MLP."""
     if "mlp" in recomputed:
-        after = norm_bytes("post-mlp", shape.hidden, batch.rows, batch) if shape.post_norms else {}
-        return {"mlp's input": batch.rows * shape.hidden * batch.itemsize} | after
+        after = norm_bytes("post-mlp", shape.hidden, batch.residual_tokens, batch) if shape.post_norms else {}
+        return {"mlp's input": batch.residual_tokens * shape.hidden * batch.itemsize} | after
     saved = _norms_bytes("mlp", shape, batch)
-    saved["mlp matrix's input"] = batch.input_bytes(batch.rows * shape.hidden)
+    saved["mlp matrix's input"] = batch.input_bytes(batch.residual_tokens * shape.hidden)
     return saved | _intermediate_bytes("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
@@ -312,7 +320,7 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
 
     Each token is sent to the ranks of its experts. So the experts' tensors have one row for each token that the rank receives.
     """
-    e, r = batch.itemsize, batch.rows
+    e, r = batch.itemsize, batch.residual_tokens
     saved = norm_bytes("mlp", shape.hidden, r, batch)
     saved["mlp norm's output"] = r * shape.hidden * e
     if "moe" in recomputed:
@@ -341,14 +349,16 @@ def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     masked = shape.router_groups > 0  # the scores of experts outside the chosen groups are masked
     scores = (shape.num_experts * (STATISTIC_BYTES + masked) + STATISTIC_BYTES) if shape.sigmoid_router else 0
     groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
-    return {"routing": batch.rows * (chosen + order + scores + groups)}
+    return {"routing": batch.residual_tokens * (chosen + order + scores + groups)}
 
 
 def _norms_bytes(name: str, shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes of the norms before and after a block, without the output of the norm before the block."""
     kinds = [f"pre-{name}"] * shape.pre_norms + [f"post-{name}"] * shape.post_norms
     return {
-        tensor: size for kind in kinds for tensor, size in norm_bytes(kind, shape.hidden, batch.rows, batch).items()
+        tensor: size
+        for kind in kinds
+        for tensor, size in norm_bytes(kind, shape.hidden, batch.residual_tokens, batch).items()
     }
 
 
@@ -367,7 +377,7 @@ def bytes_outside_layers(shape: ModelShape, batch: MicroBatchShape, is_first: bo
     The first stage saves token ids and tensors of the vision tower, and the last stage saves the tensors of the final norm.
     """
     saved = batch.tokens * INDEX_BYTES + sum(tower_bytes(shape.tower, shape.hidden, batch).values()) if is_first else 0
-    return saved + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
+    return saved + (sum(norm_bytes("final", shape.hidden, batch.residual_tokens, batch).values()) if is_last else 0)
 
 
 def mtp_bytes(shape: ModelShape, batch: MicroBatchShape, recompute: Recompute) -> int:
@@ -379,13 +389,13 @@ def mtp_bytes(shape: ModelShape, batch: MicroBatchShape, recompute: Recompute) -
     """
     if not shape.mtp_layers:
         return 0
-    hidden = batch.rows * shape.hidden * batch.itemsize
+    hidden = batch.residual_tokens * shape.hidden * batch.itemsize
     # Outputs of the MTP layers, and their concatenation with the hidden states of the model.
     outputs = (2 * shape.mtp_layers + 1) * hidden
     if recompute.granularity == "full" and recompute.method == "uniform":
         return 2 * shape.mtp_layers * hidden + outputs
     modules = recompute.modules if recompute.granularity == "selective" else frozenset()
-    norms = 3 * sum(norm_bytes("mtp", shape.hidden, batch.rows, batch).values())
+    norms = 3 * sum(norm_bytes("mtp", shape.hidden, batch.residual_tokens, batch).values())
     return shape.mtp_layers * (layer_bytes(shape, shape.mtp_kind, batch, modules) + norms + 2 * hidden) + outputs
 
 
@@ -397,11 +407,13 @@ def tower_bytes(tower: TowerShape | None, width: int, batch: MicroBatchShape) ->
     if tower is None or not batch.images:
         return {}
     e, patches = batch.itemsize, batch.images * tower.patches
-    saved = {"features of the tower": tower.features * batch.rows * width * e}
+    saved = {"features of the tower": tower.num_feature_layers * batch.residual_tokens * width * e}
     if tower.trained:
         saved["pixels"] = patches * tower.values * e
         saved["blocks of the tower"] = tower.blocks * patches * tower_patch_bytes(tower, e)
-        saved["mergers of the tower"] = (1 + tower.features) * patches * tower.hidden * (4 * e + FLOAT32_BYTES)
+        saved["mergers of the tower"] = (
+            (1 + tower.num_feature_layers) * patches * tower.hidden * (4 * e + FLOAT32_BYTES)
+        )
     return saved
 
 
@@ -424,7 +436,10 @@ def tower_working_bytes(tower: TowerShape | None, width: int, batch: MicroBatchS
         return 0
     e = batch.itemsize
     block = tower_patch_bytes(tower, e) + 4 * tower.hidden * FLOAT32_BYTES
-    return batch.images * tower.patches * (tower.values * e + block) + (1 + tower.features) * batch.tokens * width * e
+    return (
+        batch.images * tower.patches * (tower.values * e + block)
+        + (1 + tower.num_feature_layers) * batch.tokens * width * e
+    )
 
 
 def virtual_stage_bytes(
@@ -438,7 +453,7 @@ def virtual_stage_bytes(
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.granularity == "selective" else frozenset()
         return sum(count * layer_bytes(shape, kind, batch, modules, adapters) for kind, count in Counter(kinds).items())
-    layer_input = batch.rows * shape.hidden * batch.itemsize
+    layer_input = batch.residual_tokens * shape.hidden * batch.itemsize
     if recompute.distributed and not batch.sequence_parallel:
         layer_input //= batch.tp
     if recompute.method == "block":

@@ -48,7 +48,7 @@ class EngineRankMemory:
 
 def engine_memory(
     shape: ModelShape,
-    topology: EngineParallelSizes,
+    parallel_sizes: EngineParallelSizes,
     itemsize: int,
     free: int,
     fraction: float,
@@ -61,13 +61,13 @@ def engine_memory(
     for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs. `fp8`: whether the engine
     stores matrices in FP8 with block scales.
     """
-    token = kv_bytes(shape, topology, kv_itemsize or itemsize)
-    weights = engine_weights(shape, topology, itemsize, fp8)
-    return with_states(EngineRankMemory(weights, int(free * fraction) - weights, token), shape, topology)
+    token = kv_bytes(shape, parallel_sizes, kv_itemsize or itemsize)
+    weights = engine_weights(shape, parallel_sizes, itemsize, fp8)
+    return with_states(EngineRankMemory(weights, int(free * fraction) - weights, token), shape, parallel_sizes)
 
 
 def with_states(
-    rank: EngineRankMemory, shape: ModelShape, topology: EngineParallelSizes, server_args: Mapping[str, Any] = {}
+    rank: EngineRankMemory, shape: ModelShape, parallel_sizes: EngineParallelSizes, server_args: Mapping[str, Any] = {}
 ) -> EngineRankMemory:
     """Return `rank` with `states` set: the part of `kv_cache` that SGLang (0.5.23) reserves for states of recurrent layers.
 
@@ -76,12 +76,12 @@ def with_states(
     if not shape.recurrence:
         return rank
     if slots := server_args.get("max_mamba_cache_size"):
-        return replace(rank, states=(slots // topology.dp + 1) * state_bytes(shape, topology))
+        return replace(rank, states=(slots // parallel_sizes.dp + 1) * state_bytes(shape, parallel_sizes))
     ratio = server_args.get("mamba_full_memory_ratio") or _STATE_RATIO
     return replace(rank, states=int(max(0, rank.kv_cache) * ratio / (1 + ratio)))
 
 
-def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
+def state_bytes(shape: ModelShape, parallel_sizes: EngineParallelSizes) -> int:
     """Return the bytes that one engine rank stores for the states of one request, in all recurrent layers together.
 
     A layer keeps the state of its recurrence, and the last inputs of its convolution.
@@ -90,10 +90,10 @@ def state_bytes(shape: ModelShape, topology: EngineParallelSizes) -> int:
     assert sizes is not None, "the model has no recurrent layers"
     convolution = sizes.channels * (sizes.kernel - 1) * _CONVOLUTION_BYTES
     layer = convolution + sizes.value_heads * sizes.value_dim * sizes.key_dim * _STATE_BYTES
-    return shape.num_recurrent_layers * layer * topology.dp // topology.tp
+    return shape.num_recurrent_layers * layer * parallel_sizes.dp // parallel_sizes.tp
 
 
-def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) -> int:
+def kv_bytes(shape: ModelShape, parallel_sizes: EngineParallelSizes, itemsize: int) -> int:
     """Return the bytes that one engine rank stores for the keys and values of one token, in all layers together.
 
     Recurrent layers have no keys and values; `state_bytes` counts their states. If there are fewer key/value heads than ranks,
@@ -104,40 +104,40 @@ def kv_bytes(shape: ModelShape, topology: EngineParallelSizes, itemsize: int) ->
         # The keys of an indexer are in FP8, and each key has a float32 scale.
         of_indexers = sum(shape.indexer.layers) * (shape.indexer.channels + SCALE_BYTES) if shape.indexer else 0
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize + of_indexers
-    return shape.num_attention_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
+    return shape.num_attention_layers * 2 * _kv_heads(shape, parallel_sizes) * shape.head_dim * itemsize
 
 
-def engine_weights(shape: ModelShape, topology: EngineParallelSizes, itemsize: int, fp8: bool = False) -> int:
+def engine_weights(shape: ModelShape, parallel_sizes: EngineParallelSizes, itemsize: int, fp8: bool = False) -> int:
     """Return the bytes of model weights on one engine rank. Tied embeddings are stored only once."""
-    return sum(engine_weight_parts(shape, topology, itemsize, fp8))
+    return sum(engine_weight_parts(shape, parallel_sizes, itemsize, fp8))
 
 
 def engine_weight_parts(
-    shape: ModelShape, topology: EngineParallelSizes, itemsize: int, fp8: bool = False
+    shape: ModelShape, parallel_sizes: EngineParallelSizes, itemsize: int, fp8: bool = False
 ) -> tuple[int, int]:
     """Return the bytes of model weights on one engine rank: (without routed experts, of routed experts)."""
     moe = sum(shape.moe)
     layers = Counter(present for kind in shape.kinds for present in kind.present)
     # SGLang shards most of a vision tower over the ranks; the plan counts the whole tower on each rank.
     dense, experts = (
-        moe * sum(p.numel for p in shape.untrained_tensors) * BIAS_BYTES + shape.frozen_weights * itemsize,
+        moe * sum(p.numel for p in shape.router_buffers) * BIAS_BYTES + shape.frozen_vision_weights * itemsize,
         0,
     )
     if shape.indexer:
         dense += sum(shape.indexer.layers) * shape.indexer.num_bytes(itemsize)
     for p in shape.parameters:
         if p.location == "expert":
-            local_experts = shape.num_experts // topology.ep
-            numel = p.shard_numel(topology.tp // topology.ep)
+            local_experts = shape.num_experts // parallel_sizes.ep
+            numel = p.shard_numel(parallel_sizes.tp // parallel_sizes.ep)
             experts += layers[p.present_in] * local_experts * _weight_bytes(p, numel, itemsize, fp8)
         else:
             copies = layers[p.present_in] if p.location == "layer" else 1
-            dense += copies * _weight_bytes(p, _rank_numel(shape, p, topology), itemsize, fp8)
+            dense += copies * _weight_bytes(p, _rank_numel(shape, p, parallel_sizes), itemsize, fp8)
     return dense, experts
 
 
 def adapter_slot_bytes(
-    shape: ModelShape, topology: EngineParallelSizes, itemsize: int, lora_rank: int, matrices: Collection[str]
+    shape: ModelShape, parallel_sizes: EngineParallelSizes, itemsize: int, lora_rank: int, matrices: Collection[str]
 ) -> int:
     """Return the bytes of one slot for LoRA adapters on one engine rank.
 
@@ -145,8 +145,8 @@ def adapter_slot_bytes(
     for each fused linear layer that has an adapted matrix, in every layer of the model. A has rows for all matrices of the
     fused linear layer, even for matrices without adapters. If this layer is split by output rows, every rank has the whole A.
     """
-    tp, hidden = topology.tp, shape.hidden
-    qkv = (shape.num_heads // tp + 2 * _kv_heads(shape, topology)) * shape.head_dim
+    tp, hidden = parallel_sizes.tp, shape.hidden
+    qkv = (shape.num_heads // tp + 2 * _kv_heads(shape, parallel_sizes)) * shape.head_dim
     fused = {  # matrices that SGLang fuses -> (their number, inputs of A on one rank, outputs of B on one rank)
         ("q_proj", "k_proj", "v_proj"): (3, hidden, qkv),
         ("o_proj",): (1, shape.num_heads * shape.value_dim // tp, hidden),
@@ -166,7 +166,7 @@ def _weight_bytes(p: ParameterShape, numel: int, itemsize: int, fp8: bool) -> in
     return numel + -(-numel // BLOCK**2) * SCALE_BYTES
 
 
-def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSizes) -> int:
+def _rank_numel(shape: ModelShape, p: ParameterShape, parallel_sizes: EngineParallelSizes) -> int:
     """Return the number of elements of a parameter on one engine rank.
 
     An engine with data-parallel attention shards the parameters of attention over fewer ranks than its other parameters.
@@ -174,19 +174,21 @@ def _rank_numel(shape: ModelShape, p: ParameterShape, topology: EngineParallelSi
     if not p.is_sharded or p.replicated_in_engine:
         return p.numel
     in_attention = p.name.startswith("self_attention.") or p.location == "first"
-    ranks = topology.tp // topology.dp if in_attention else topology.tp
+    ranks = parallel_sizes.tp // parallel_sizes.dp if in_attention else parallel_sizes.tp
     if p.is_vocabulary:
         return _vocabulary_rows(p.shape[0], ranks) * p.shape[1]
     if p.name.startswith("self_attention.k_projection_norm."):
-        return _kv_heads(shape, topology) * shape.head_dim
+        return _kv_heads(shape, parallel_sizes) * shape.head_dim
     if p.name.startswith("self_attention.linear_qkv."):
-        rows = (shape.num_heads * (1 + shape.output_gate) // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
+        rows = (
+            shape.num_heads * (1 + shape.output_gate) // ranks + 2 * _kv_heads(shape, parallel_sizes)
+        ) * shape.head_dim
         return rows * p.numel // p.shape[0]
     return p.numel // ranks
 
 
-def _kv_heads(shape: ModelShape, topology: EngineParallelSizes) -> int:
-    return max(1, shape.num_kv_heads // (topology.tp // topology.dp))
+def _kv_heads(shape: ModelShape, parallel_sizes: EngineParallelSizes) -> int:
+    return max(1, shape.num_kv_heads // (parallel_sizes.tp // parallel_sizes.dp))
 
 
 def _vocabulary_rows(rows: int, ranks: int) -> int:

@@ -33,8 +33,8 @@ class EngineTime:
     @cached_property
     def memory(self) -> EngineRankMemory:
         """Bytes of model weights and KV cache on each GPU of the engine."""
-        topology, free = EngineParallelSizes(self.tp), int(self.cluster.memory_bytes)
-        return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
+        parallel_sizes, free = EngineParallelSizes(self.tp), int(self.cluster.memory_bytes)
+        return engine_memory(self.shape, parallel_sizes, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
     def max_running(self, lengths: LengthDistribution) -> int:
         """Return the number of requests that can run together, or 0 if the longest sequence does not fit in the KV cache."""
@@ -95,9 +95,11 @@ class RolloutTime:
     """Predicts the seconds of a training step from the speeds of the engines and the seconds of the trainers."""
 
     staleness: int  # K: number of training steps that sampling may be ahead of training
-    fixed_decoding_s: float  # EngineSpeeds.fixed_step_s, times the decoding steps until the last response is finished
-    responses_s: float  # seconds of decoding and prefill that grow with the number of responses of an engine
-    saturated_step_s: float  # seconds of a training step if the engines always run as many responses as possible
+    fixed_decoding_work_s: (
+        float  # EngineSpeeds.fixed_step_s, times the decoding steps until the last response is finished
+    )
+    response_work_s: float  # seconds of decoding and prefill that grow with the number of responses of an engine
+    throughput_bound_s: float  # seconds of a training step if the engines always run as many responses as possible
 
     @classmethod
     def of(cls, speeds: EngineSpeeds, work: StepWorkload, num_engines: int, staleness: int) -> RolloutTime:
@@ -109,29 +111,29 @@ class RolloutTime:
         # Tokens of the requests that run when weights are pushed; after the push, the engine prefills these tokens again.
         prefilled_again = min(most, requests * staleness) * lengths.mean_context
         prefill_s = (prompts + requests + prefilled_again) * speeds.prefill_s
-        responses_s = requests * lengths.mean * speeds.request_s + prefill_s
+        response_work_s = requests * lengths.mean * speeds.request_s + prefill_s
         decoding_steps_if_saturated = requests * lengths.mean / min(most, requests * (staleness + 1))
-        saturated_step_s = responses_s + decoding_steps_if_saturated * speeds.fixed_step_s
+        throughput_bound_s = response_work_s + decoding_steps_if_saturated * speeds.fixed_step_s
         steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
-        return cls(staleness, steps * speeds.fixed_step_s, responses_s, saturated_step_s)
+        return cls(staleness, steps * speeds.fixed_step_s, response_work_s, throughput_bound_s)
 
     def step_s(self, train_s: float) -> float:
         """Return the seconds of a training step without the weight push, if training takes `train_s` of these seconds.
 
         The prompts of step n are dispatched after the training of step n - (K + 1), and the training of step n waits for their
         responses. Each training takes `train_s` seconds, and ends `step_s` seconds after the previous training. So the responses
-        must be sampled within (K + 1) * step_s - train_s seconds. An engine spends the fraction responses_s / step_s of its
-        time on work that grows with the number of responses, and has the remaining fraction for the fixed part of the decoding
-        steps. So the longest response takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
+        must be sampled within (K + 1) * step_s - train_s seconds. An engine spends the fraction response_work_s / step_s of
+        its time on work that grows with the number of responses, and has the remaining fraction for the fixed part of the
+        decoding steps. So the longest response takes fixed_decoding_work_s / (1 - response_work_s / step_s) seconds.
         `longest_response_step_s` is the step_s for which the available seconds equal the seconds of the longest response (the
         larger root of a quadratic equation). In shorter steps, the longest response would not be finished in time.
         """
         if not self.staleness:
-            return train_s + self.fixed_decoding_s + self.responses_s
-        steps, responses_s = self.staleness + 1, self.responses_s
-        linear = steps * responses_s + train_s + self.fixed_decoding_s
-        longest_response_step_s = (linear + sqrt(linear**2 - 4 * steps * train_s * responses_s)) / (2 * steps)
-        return max(train_s, self.saturated_step_s, longest_response_step_s)
+            return train_s + self.fixed_decoding_work_s + self.response_work_s
+        steps, response_work_s = self.staleness + 1, self.response_work_s
+        linear = steps * response_work_s + train_s + self.fixed_decoding_work_s
+        longest_response_step_s = (linear + sqrt(linear**2 - 4 * steps * train_s * response_work_s)) / (2 * steps)
+        return max(train_s, self.throughput_bound_s, longest_response_step_s)
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:

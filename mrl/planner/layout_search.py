@@ -73,7 +73,9 @@ class TrainerCandidate:
     layout: ReplicaLayout
     replicas: int
     train_s: float  # seconds of training in a step
-    switch_s: float  # seconds of offloading and loading models in a step, if trainers share their GPUs with engines
+    offload_and_load_s: (
+        float  # seconds of offloading and loading models in a step, if trainers share their GPUs with engines
+    )
 
     @property
     def gpus(self) -> int:
@@ -96,11 +98,11 @@ class RunCandidate:
     mode: str  # rollout.mode
     rollout: RolloutTime  # predicts the seconds of sampling
     push_s: float  # seconds of the weight push
-    switch_s: float  # see TrainerCandidate; 0 if disaggregated
+    offload_and_load_s: float  # see TrainerCandidate; 0 if disaggregated
 
     @cached_property
     def step_s(self) -> float:
-        return self.rollout.step_s(self.trainers.train_s) + self.push_s + self.switch_s
+        return self.rollout.step_s(self.trainers.train_s) + self.push_s + self.offload_and_load_s
 
     @property
     def rollout_s(self) -> float:
@@ -145,9 +147,11 @@ class SearchResult:
     # Fastest first. The candidates differ in `placement_and_layout`. If there are too few such candidates, the list also has
     # candidates that share `placement_and_layout` with another candidate, but differ from it in mode, engine_tp or vpp.
     best: list[RunCandidate]
-    best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
+    best_of_each_placement_and_mode: list[RunCandidate]  # the fastest candidate of each pair (placement, mode)
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
-    excluded: Counter[str]  # reason -> number of layouts and sizes (such as values of cp) that were excluded for this reason
+    excluded: Counter[
+        str
+    ]  # reason -> number of layouts and sizes (such as values of cp) that were excluded for this reason
 
 
 @dataclass(eq=False)
@@ -175,17 +179,17 @@ class LayoutSearch:
                 "use more nodes (cluster.nodes), GPUs with more memory, or fix fewer keys (plan.fix)."
             )
         by_kind: dict[tuple, RunCandidate] = {}
-        by_mode: dict[tuple, RunCandidate] = {}
+        by_placement_and_mode: dict[tuple, RunCandidate] = {}
         for candidate in candidates:
             by_kind.setdefault(candidate.kind, candidate)
-            by_mode.setdefault((candidate.placement, candidate.mode), candidate)
+            by_placement_and_mode.setdefault((candidate.placement, candidate.mode), candidate)
         by_layout: dict[tuple, RunCandidate] = {}
         for candidate in candidates:
             by_layout.setdefault(candidate.placement_and_layout, candidate)
         chosen = list(by_layout.values())[:count]
         others = [candidate for candidate in by_kind.values() if candidate not in chosen]
         best = sorted([*chosen, *others[: count - len(chosen)]], key=lambda candidate: candidate.order)
-        return SearchResult(best, list(by_mode.values()), self.evaluated, +self.space.excluded)
+        return SearchResult(best, list(by_placement_and_mode.values()), self.evaluated, +self.space.excluded)
 
     def _fastest_trainers(
         self, count: int
@@ -321,7 +325,9 @@ class LayoutSearch:
                     push = push_within_a_node_s(shape, cluster, trainer.gpus, engine.tp)
                 else:
                     push = push_s(shape, cluster, trainer.gpus, count, engine.tp, self.bucket_bytes)
-                yield RunCandidate(trainer, engine.tp, count, "colocated", "sync", rollout, push, trainer.switch_s)
+                yield RunCandidate(
+                    trainer, engine.tp, count, "colocated", "sync", rollout, push, trainer.offload_and_load_s
+                )
 
     def _disaggregated(
         self, gpus: int, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]
@@ -364,7 +370,7 @@ class LayoutSearch:
         """Return the seconds of each part of a step: of the PARTS of training, and of rollout, push and switch."""
         trainers = candidate.trainers
         trainer_parts = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
-        others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)
+        others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.offload_and_load_s)
         return {name: trainer_parts[name] for name in PARTS} | others
 
 
@@ -398,7 +404,7 @@ def _balance(best: RunCandidate) -> str:
             f"sampling takes {rollout / best.step_s:.0%} of a step",
             f"training {train / best.step_s:.0%}",
         )
-        rest = f"pushing weights and offloading {(best.push_s + best.switch_s) / best.step_s:.0%}"
+        rest = f"pushing weights and offloading {(best.push_s + best.offload_and_load_s) / best.step_s:.0%}"
         return f"sampling and training alternate: {sampling}, {training}, {rest}"
     longer, shorter = ("sampling", "training") if rollout >= train else ("training", "sampling")
     idle = 1 - min(rollout, train) / max(rollout, train)

@@ -82,7 +82,7 @@ class MicroBatchShape:
         return cls(-(-tokens // dims.cp), itemsize, **layout, **fields)
 
     @property
-    def rows(self) -> int:
+    def residual_tokens(self) -> int:
         """r: number of tokens whose residual stream this rank holds: `tokens` / tp with sequence parallelism, else `tokens`."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
@@ -125,4 +125,4 @@ class MicroBatchShape:
 
     def expert_rows(self, topk: int) -> int:
         """Return the number of rows that reach the rank's experts if the router chooses `topk` experts for each token."""
-        return int(self.rows * topk * self.etp * self.imbalance)
+        return int(self.residual_tokens * topk * self.etp * self.imbalance)

@@ -113,7 +113,7 @@ class TowerShape:
     ffn: int  # width of the MLPs
     blocks: int
     gated: bool  # whether the MLPs have a gate, and the norms are RMSNorms
-    features: int  # number of decoder layers to whose outputs the tower adds features
+    num_feature_layers: int  # number of decoder layers to whose outputs the tower adds features
     patches: int  # number of patches that the tower merges into one image token
     values: int  # number of pixel values of one patch
     trained: bool
@@ -129,7 +129,7 @@ class TowerShape:
             ffn=sizes["tower_ffn"],
             blocks=vision.repeats["block"],
             gated=any(".gate_proj." in row.megatron for row in rows),
-            features=vision.num_features,
+            num_feature_layers=vision.num_features,
             patches=vision.merge_size**2,
             values=sizes["channels"] * sizes["frames"] * sizes["patch"] ** 2,
             trained=trained,
@@ -152,8 +152,8 @@ class ModelShape:
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int  # number of tokens in the vocabulary
-    qk_norm: bool  # whether attention normalizes the queries and keys of each head
-    projection_norms: bool = False  # whether one norm covers the queries of all heads, and another the keys of all heads
+    qk_norm_per_head: bool  # whether attention normalizes the queries and keys of each head
+    qk_norm_over_all_heads: bool = False  # whether one norm covers all query heads, and another all key heads
     pre_norms: bool = True  # whether there is a norm before the attention and one before the MLP
     fused_activation: bool = True  # whether a kernel of Megatron computes the gated activation of MLPs
     clamped_gates: bool = False  # whether gates and up projections are clamped
@@ -174,8 +174,8 @@ class ModelShape:
     dropout: bool = False  # whether layers have dropout of hidden states
     parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
     # Buffers of torch modules: the float32 correction biases of routers, which no optimizer updates
-    untrained_tensors: tuple[ParameterShape, ...] = ()
-    frozen_weights: int = 0  # number of weights of a vision tower that is not trained, on the first pipeline stage
+    router_buffers: tuple[ParameterShape, ...] = ()
+    frozen_vision_weights: int = 0  # number of weights of a tower that is not trained, on the first pipeline stage
     tower: TowerShape | None = None  # sizes of the vision tower, on the first pipeline stage
     indexer: IndexerShape | None = None  # sizes of the indexers; None: attention is not sparse
     mtp_layers: int = 0  # number of trained MTP layers, on the last pipeline stage; no other field counts them
@@ -206,8 +206,8 @@ class ModelShape:
             moe_ffn=t.get("moe_ffn_hidden_size", 0),
             shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0,
             vocab=arch.vocab_size,
-            qk_norm=t.get("qk_layernorm", False),
-            projection_norms="projection_norms" in arch.parts,
+            qk_norm_per_head=t.get("qk_layernorm", False),
+            qk_norm_over_all_heads="projection_norms" in arch.parts,
             pre_norms="no_pre_norms" not in arch.parts,
             post_norms="post_norms" in arch.parts,
             fused_activation=arch.activation == "silu",
@@ -229,8 +229,8 @@ class ModelShape:
                 [row for row in rows if not row.is_buffer], arch, family.engine_float32_tensors
             ),
             dropout=hidden_dropout > 0,
-            untrained_tensors=parameter_shapes([row for row in rows if row.is_buffer], arch),
-            frozen_weights=0 if train_vision else sum(parameter_shape(row, arch).numel for row in of_tower),
+            router_buffers=parameter_shapes([row for row in rows if row.is_buffer], arch),
+            frozen_vision_weights=0 if train_vision else sum(parameter_shape(row, arch).numel for row in of_tower),
             tower=TowerShape.of(arch, of_tower, train_vision),
             indexer=IndexerShape.of(arch, of_indexer),
             mtp_layers=arch.mtp_layers,
@@ -243,7 +243,7 @@ class ModelShape:
         targets = adapted_matrices(rows, lora)
         mappings = [mapping for row in rows for mapping in adapter_mappings(row, targets)]
         parameters = parameter_shapes(mappings, replace(arch, sizes=arch.sizes | {RANK: lora.rank}))
-        without_weights = dict(untrained_tensors=(), frozen_weights=0, indexer=None, vocab=0)
+        without_weights = dict(router_buffers=(), frozen_vision_weights=0, indexer=None, vocab=0)
         return replace(cls.of(family, arch), parameters=parameters, **without_weights)
 
     @property
@@ -310,8 +310,8 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Number of trainable parameters of the model, without padding."""
         of_indexers = sum(self.indexer.layers) * self.indexer.weights if self.indexer else 0
-        of_routers = sum(self.moe) * sum(p.numel for p in self.untrained_tensors)
-        return self.num_weights - self.frozen_weights - of_routers - of_indexers
+        of_routers = sum(self.moe) * sum(p.numel for p in self.router_buffers)
+        return self.num_weights - self.frozen_vision_weights - of_routers - of_indexers
 
     @cached_property
     def num_weights(self) -> int:
@@ -322,7 +322,7 @@ class ModelShape:
     def dense_weights(self) -> int:
         """Number of weights of the model, without the weights of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
-        return ends + self.frozen_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
+        return ends + self.frozen_vision_weights + sum(self._weights_of_kind[kind] for kind in self.kinds)
 
     def layer_weights(self, moe: bool) -> float:
         """Return the number of weights of a layer with experts (`moe`) or without experts. Routed experts do not count.
@@ -342,7 +342,7 @@ class ModelShape:
     @cached_property
     def _weights_of_kind(self) -> dict[LayerKind, int]:
         """Number of weights without routed experts, by kind of layer."""
-        per_layer = [p for p in (*self.parameters, *self.untrained_tensors) if p.location == "layer"]
+        per_layer = [p for p in (*self.parameters, *self.router_buffers) if p.location == "layer"]
         of_indexer = self.indexer.weights if self.indexer else 0
         return {
             kind: sum(p.numel for p in per_layer if p.present_in in kind.present) + kind.indexer * of_indexer
@@ -377,14 +377,15 @@ class ModelShape:
         )
         return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
-    def attended_squares(self, squares_per_token: float) -> float:
-        """Return the mean over the layers of `squares_per_token`, which a layer with a window limits to 2 * `window`.
+    def limit_to_windows(self, squared_length_per_token: float) -> float:
+        """Return the mean over the layers of `squared_length_per_token`, which a layer with a window limits to 2 * `window`.
 
-        `squares_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a sequence. A token
-        attends to `squares_per_token` / 2 tokens on average. In a layer with a window, it attends to at most `window` tokens.
+        `squared_length_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a
+        sequence. A token attends to `squared_length_per_token` / 2 tokens on average. In a layer with a window, it attends to
+        at most `window` tokens.
         """
-        limited = min(squares_per_token, 2.0 * self.window)
-        return squares_per_token + self.windowed_fraction * (limited - squares_per_token)
+        limited = min(squared_length_per_token, 2.0 * self.window)
+        return squared_length_per_token + self.windowed_fraction * (limited - squared_length_per_token)
 
     @cached_property
     def gathered_kv_width(self) -> int:

@@ -51,7 +51,7 @@ class RolloutSetup:
     num_engines: int
     staleness: int  # K: number of training steps that sampling may be ahead of training; 0 in synchronous runs
     in_order: bool = False  # whether steps train on groups in the order in which the groups were drawn
-    extra: int = 0  # number of groups that over-sampling adds to the groups that are in flight
+    extra_groups: int = 0  # number of groups that over-sampling adds to the groups that are in flight
     train_scale: float = 1.0  # seconds of training per token, relative to the measured run
     colocated: bool = False  # whether engines and trainers time-share the same GPUs
 
@@ -170,7 +170,7 @@ class _SimulatedRun:
     def __post_init__(self) -> None:
         setup = self.setup
         self.buffer: StalenessBuffer[None] = StalenessBuffer(
-            setup.prompts_per_step, setup.staleness, setup.extra, setup.in_order
+            setup.prompts_per_step, setup.staleness, setup.extra_groups, setup.in_order
         )
         self.engines = [EngineQueue(self.speeds.engine) for _ in range(setup.num_engines)]
         self._next_finish = [inf] * len(self.engines)  # time of each engine's next finished response
@@ -215,10 +215,10 @@ class _SimulatedRun:
     def _admit(self, prompts: Sequence[PromptRequest]) -> None:
         """Send the groups of these prompts to the engines. Each request goes to the engine with the least expected work."""
         for request in prompts:
-            prompt, responses = self.groups.tokens_of(request.number)
-            self._admitted_version[request.number] = request.min_weight_version
-            self._lengths[request.number] = (prompt * len(responses), sum(responses))
-        for numbers, work in self._split([request.number for request in prompts]):
+            prompt, responses = self.groups.tokens_of(request.serial_number)
+            self._admitted_version[request.serial_number] = request.min_weight_version
+            self._lengths[request.serial_number] = (prompt * len(responses), sum(responses))
+        for numbers, work in self._split([request.serial_number for request in prompts]):
             engine = self._expected_work.index(min(self._expected_work))
             self._expected_work[engine] += work
             responses = sum(len(self.groups.tokens_of(number)[1]) for number in numbers)
@@ -233,7 +233,7 @@ class _SimulatedRun:
 
     def _split(self, numbers: Sequence[int]) -> Iterator[tuple[list[int], float]]:
         """Yield (serial numbers of the groups, expected work) of each request. A real run forms the same requests."""
-        if self.setup.staleness or self.setup.extra:
+        if self.setup.staleness or self.setup.extra_groups:
             for number in longest_first(numbers, self._expected_length):
                 yield [number], len(self.groups.tokens_of(number)[1]) * self._expected_length(number)
         else:
@@ -376,14 +376,14 @@ def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
     """Yield setups with other values of staleness. On shared GPUs, staleness must be 0, so there are no other values."""
     for staleness in () if setup.colocated else STALENESS_VALUES:
         in_order = setup.in_order if setup.staleness > 1 else staleness < 2
-        changed = replace(setup, staleness=staleness, in_order=in_order and not setup.extra)
+        changed = replace(setup, staleness=staleness, in_order=in_order and not setup.extra_groups)
         if changed != setup:
             yield f"staleness {staleness}{', in order' if changed.in_order and staleness else ''}", changed
 
 
 def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
     for rate in OVER_SAMPLE_RATES:
-        changed = replace(setup, extra=num_extra_groups(rate, setup.prompts_per_step), in_order=False)
+        changed = replace(setup, extra_groups=num_extra_groups(rate, setup.prompts_per_step), in_order=False)
         if changed != setup:
             yield f"over-sampling {rate:g}", changed
 
@@ -405,4 +405,4 @@ def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, R
     if not setup.colocated and total >= gpus.per_engine:
         shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
         name = f"synchronous, colocated on {pluralize(total, 'GPU')}"
-        yield name, replace(shared, staleness=0, in_order=not setup.extra)
+        yield name, replace(shared, staleness=0, in_order=not setup.extra_groups)

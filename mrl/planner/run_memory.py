@@ -174,15 +174,19 @@ class RunMemory:
 
 
 def run_memory(
-    config: Config, models: Mapping[str, RoleModel], topology: EngineParallelSizes | None, pools: Pools, reference: bool
+    config: Config,
+    models: Mapping[str, RoleModel],
+    parallel_sizes: EngineParallelSizes | None,
+    pools: Pools,
+    reference: bool,
 ) -> RunMemory:
     """Return the memory that the run of `config` needs.
 
-    `topology`: parallel sizes of an engine, or None if the run starts no engines. `reference`: whether the processes of the actor
-    also store the weights of the reference.
+    `parallel_sizes`: parallel sizes of an engine, or None if the run starts no engines. `reference`: whether the processes of
+    the actor also store the weights of the reference.
     """
     trainers = {role: trainer_memory(m.shape, m.dims, m.settings) for role, m in models.items()}
-    engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
+    engine = _engine_rank(config, models["actor"], parallel_sizes, pools) if parallel_sizes else None
     phases = [m for pool in pools.pools for m in _gpu_phases(config, pool, trainers, engine)]
     actor = models["actor"]
     checkpoint = checkpoint_bytes(
@@ -291,19 +295,21 @@ def _reserve(config: Config) -> int:
     return int(config.plan.reserve_gb * GIB) if config.cluster.hardware.gpu_memory_gb else 0
 
 
-def _engine_rank(config: Config, actor: RoleModel, topology: EngineParallelSizes, pools: Pools) -> EngineRankMemory:
+def _engine_rank(
+    config: Config, actor: RoleModel, parallel_sizes: EngineParallelSizes, pools: Pools
+) -> EngineRankMemory:
     """Return the memory of an engine rank. Trainers that share its GPU are offloaded before the engine starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
     free = limit - len(pools.by_role["engines"].demands) * _reserve(config)
     fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
     fp8 = config.sglang.get("quantization") == "fp8"
-    rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
+    rank = engine_memory(actor.shape, parallel_sizes, itemsize, free, fraction, kv_itemsize(config, itemsize), fp8)
     if config.weight_sync.lora == LoraSync.adapter and (adapters := actor.settings.adapters):
         matrices = {p.name.split(".")[-2] for p in adapters.parameters}
-        slot = adapter_slot_bytes(actor.shape, topology, itemsize, config.lora.rank, matrices)
+        slot = adapter_slot_bytes(actor.shape, parallel_sizes, itemsize, config.lora.rank, matrices)
         rank = rank.with_adapters(adapter_slots(config.rollout.staleness) * slot)
-    rank = with_states(rank, actor.shape, topology, config.sglang)
+    rank = with_states(rank, actor.shape, parallel_sizes, config.sglang)
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
@@ -399,7 +405,7 @@ def _host_memory(
     )
     actor, rollout = models["actor"], config.rollout
     keeps_copy = config.weight_sync.lora == LoraSync.adapter or config.sglang.get("enable_weights_cpu_backup")
-    rank_weights = max(_trained_weight_bytes(rank, actor.settings) for rank in trainers["actor"].stages)
+    rank_weights = max(_reference_copy_bytes(rank, actor.settings) for rank in trainers["actor"].stages)
     weights, world_size = actor.shape.num_parameters * actor.settings.itemsize, actor.dims.world_size
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
     tokens_in_flight = responses * sequence_tokens(config, actor.context) * (1 + rollout.staleness)
@@ -429,7 +435,7 @@ def _pixel_bytes(config: Config, actor: RoleModel, ranks: int) -> int:
     return step * (1 + config.rollout.staleness) + ranks * step // actor.dims.dp
 
 
-def _trained_weight_bytes(rank: TrainerRankMemory, settings: TrainerSettings) -> int:
+def _reference_copy_bytes(rank: TrainerRankMemory, settings: TrainerSettings) -> int:
     """Return the bytes of the weights that the reference overwrites on the GPU. With LoRA, these are only the adapters."""
     if settings.adapters is None:
         return rank.state.weights

@@ -59,7 +59,7 @@ class RunTrace:
 
     def fit(self) -> SpeedFit:
         """Fit the speeds of the run. Raises ValueError if the speeds cannot be determined from the record."""
-        if self.setup.staleness or self.setup.extra:
+        if self.setup.staleness or self.setup.extra_groups:
             raise ValueError(
                 "the speeds of engines cannot be fitted to a run in which engines sample during training; record a run with "
                 "rollout.mode=sync and without over-sampling, or give decode_step_ms, decode_request_ms and prefill_ms."
@@ -175,8 +175,8 @@ def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
     """Return the setup that the section `rollout` of the recorded config describes."""
     fields = RolloutConfig.__dataclass_fields__
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
-    extra = num_extra_groups(known.over_sample_rate, known.prompts_per_step)
-    return RolloutSetup(known.prompts_per_step, known.num_engines, known.staleness, known.in_order, extra)
+    extra_groups = num_extra_groups(known.over_sample_rate, known.prompts_per_step)
+    return RolloutSetup(known.prompts_per_step, known.num_engines, known.staleness, known.in_order, extra_groups)
 
 
 def _is_colocated(pools: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from mrl.planner.model_shape import HeadKind, LayerKind, ModelShape
 from mrl.planner.parameter_shape import FLOAT32_BYTES
 from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
-from parallel.trainer_config import MERGED_ELEMENTS
+from parallel.trainer_config import MAX_MERGED_ELEMENTS
 
 SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
 MXFP8_GROUP = 32  # numbers that share one scale of one byte
@@ -45,7 +45,7 @@ class TrainerSettings:
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
     # whether gradients flow through log-probabilities of sampled tokens; False: only through divergences
-    sampled_gradient: bool = True
+    has_sampled_token_gradient: bool = True
     entropy: bool = False  # whether the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # micro-batches of a replica per optimizer step; None: enough to fill the pipeline
@@ -234,7 +234,7 @@ def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, i
 
     Three tensors exist at a time: the merged weight, its Hugging Face matrices, and the Hugging Face matrices of the previous
     linear layer. While W + (alpha / rank) B A is computed in float32, there are four more tensors, each with at most
-    MERGED_ELEMENTS elements.
+    MAX_MERGED_ELEMENTS elements.
     """
     adapted = {p.name.partition(".lora.")[0] + ".weight" for p in adapters.parameters}
     shards = [
@@ -243,7 +243,7 @@ def _merged_bytes(shape: ModelShape, adapters: ModelShape, dims: ParallelDims, i
         if p.name in adapted
     ]
     largest = max(shards)
-    return 3 * largest * itemsize + 4 * min(largest, MERGED_ELEMENTS) * FLOAT32_BYTES
+    return 3 * largest * itemsize + 4 * min(largest, MAX_MERGED_ELEMENTS) * FLOAT32_BYTES
 
 
 @lru_cache(maxsize=65536)
@@ -325,7 +325,7 @@ def _forward_bytes(
 ) -> int:
     """Return the bytes of a forward pass without gradients: the input and the tensors of the layer that needs the most memory."""
     largest = max((layer_bytes(shape, kind, batch, adapters=adapters) for kind in set(kinds)), default=0)
-    return largest + batch.rows * shape.hidden * batch.itemsize
+    return largest + batch.residual_tokens * shape.hidden * batch.itemsize
 
 
 @lru_cache(maxsize=65536)
@@ -379,7 +379,7 @@ def _distillation_bytes(
     hidden_gradient = batch.tokens * shape.hidden * FLOAT32_BYTES
     teachers = (rows + batch.tokens) * sum(settings.teacher_hidden) * batch.itemsize
     divergence = 2 * chunk + weight_gradient + hidden_gradient  # four tensors with half of a chunk each
-    backward = max(divergence, sampled) if settings.sampled_gradient else divergence
-    if len(settings.teacher_hidden) + settings.sampled_gradient > 1:  # two gradients and their sum
+    backward = max(divergence, sampled) if settings.has_sampled_token_gradient else divergence
+    if len(settings.teacher_hidden) + settings.has_sampled_token_gradient > 1:  # two gradients and their sum
         backward = max(backward, 2 * weight_gradient) + weight_gradient + hidden_gradient
     return teachers + max(3 * chunk, backward)  # the forward pass also computes log-probabilities and entropies

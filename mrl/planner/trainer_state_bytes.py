@@ -93,7 +93,7 @@ def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     per_parameter = itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES
     return sum(
         (shape.num_parameters + shape.num_mtp_parameters) * per_parameter
-        + shape.frozen_weights * itemsize
+        + shape.frozen_vision_weights * itemsize
         + _indexer_bytes(shape, shape.kinds, itemsize)
         for shape in trained
     )
@@ -198,7 +198,7 @@ def _buckets(
     if experts:
         ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
-        yield experts[::-1], expert_replicas(dims), rank_in_stage // ranks_per_copy
+        yield experts[::-1], ranks_per_expert_shard(dims), rank_in_stage // ranks_per_copy
 
 
 def _tied_embedding_numel(shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind) -> int:
@@ -210,7 +210,7 @@ def _tied_embedding_numel(shape: ModelShape, dims: ParallelDims, virtual: Virtua
     return -(-shape.vocab // dims.tp) * shape.hidden if has_copies and (virtual.is_first or virtual.is_last) else 0
 
 
-def expert_replicas(dims: ParallelDims) -> int:
+def ranks_per_expert_shard(dims: ParallelDims) -> int:
     """Return the number of ranks of a pipeline stage that have the same shard of the same experts."""
     return dims.tp * dims.cp * dims.dp // (dims.ep * dims.expert_tp)
 
@@ -262,7 +262,7 @@ def _mtp_sizes(shape: ModelShape, ranks: int, location: str, layers: int | None 
 def _other_weight_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of weights outside the flat buffers: torch buffers of routers, indexers, and a frozen vision tower."""
     of_indexers = _indexer_bytes(shape, shape.kinds[virtual.first : virtual.first + virtual.layers], itemsize)
-    frozen = virtual.is_first * shape.frozen_weights * itemsize
+    frozen = virtual.is_first * shape.frozen_vision_weights * itemsize
     return _module_buffer_bytes(shape, virtual, itemsize) + of_indexers + frozen
 
 
@@ -274,7 +274,7 @@ def _indexer_bytes(shape: ModelShape, kinds: Sequence[LayerKind], itemsize: int)
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
     """Return the bytes of torch buffers of the routers: correction biases in fp32, and token counts in the model's dtype."""
     layers = virtual.moe_layers(shape.moe) + shape.mtp_layers * virtual.is_last * shape.mtp_kind.experts
-    return layers * sum(p.numel for p in shape.untrained_tensors) * (BIAS_BYTES + itemsize)
+    return layers * sum(p.numel for p in shape.router_buffers) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
@@ -355,7 +355,7 @@ def largest_state(
             (shared, replicas_of_dense),
             (mtp, replicas_of_dense),
             (dense - shared - mtp, replicas_of_dense),
-            (experts, expert_replicas(dims) or 1),
+            (experts, ranks_per_expert_shard(dims) or 1),
         )
         for numel, replicas in buckets:
             if numel:

@@ -108,10 +108,12 @@ class TrainerTime:
         parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
         return parts
 
-    def _micro_batch(self, tokens: FloatArray, squares_per_token: float, backward: bool) -> list[dict[str, FloatArray]]:
+    def _micro_batch(
+        self, tokens: FloatArray, squared_length_per_token: float, backward: bool
+    ) -> list[dict[str, FloatArray]]:
         """Return part -> seconds [R] of one micro-batch with `tokens` [R] tokens, for each stage.
 
-        `squares_per_token`: sum of the squared lengths of all sequences, divided by their tokens.
+        `squared_length_per_token`: sum of the squared lengths of all sequences, divided by their tokens.
 
         Pipeline stages with the same layers are returned only once. A stage includes all its virtual stages.
         """
@@ -120,7 +122,7 @@ class TrainerTime:
         mtp = self.shape.mtp_layers if backward else 0
         dense, moe, _ = stages[-1]
         stages[-1] = (dense + mtp * (not self.shape.mtp_kind.experts), moe + mtp * self.shape.mtp_kind.experts, True)
-        forward = [self._forward(tokens, squares_per_token, *stage, mtp) for stage in dict.fromkeys(stages)]
+        forward = [self._forward(tokens, squared_length_per_token, *stage, mtp) for stage in dict.fromkeys(stages)]
         if not backward:
             return forward
         times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD_RATIO.items()}
@@ -128,7 +130,7 @@ class TrainerTime:
         return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
     def _forward(
-        self, tokens: FloatArray, squares_per_token: float, dense: int, moe: int, is_last: bool, mtp: int
+        self, tokens: FloatArray, squared_length_per_token: float, dense: int, moe: int, is_last: bool, mtp: int
     ) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
@@ -165,7 +167,10 @@ class TrainerTime:
             # every context-parallel rank computes the recurrences of all tokens
             attention=2
             * layers
-            * (attention * shape.attention_macs * shape.attended_squares(squares_per_token) + recurrent * rule * cp)
+            * (
+                attention * shape.attention_macs * shape.limit_to_windows(squared_length_per_token)
+                + recurrent * rule * cp
+            )
             * gpu_tokens
             / cluster.attention_flops_per_s,
             experts=moe * expert_s,
@@ -201,7 +206,7 @@ class TrainerTime:
         numels = [buffer_numel(self.shape, virtual, layout.tp, layout.ep, layout.etp) for virtual in stage]
         return sum(dense for dense, _ in numels), sum(experts for _, experts in numels)
 
-    def _copies(self, replicas: IntArray) -> tuple[FloatArray, FloatArray]:
+    def _ranks_per_shard(self, replicas: IntArray) -> tuple[FloatArray, FloatArray]:
         """Return the number of ranks that hold the same parameters: (for dense parameters [R], for experts [R])."""
         layout = self.layout
         ranks = replicas.astype(np.float64) * layout.cp
@@ -210,8 +215,11 @@ class TrainerTime:
     def state_bytes(self, replicas: IntArray) -> FloatArray:
         """Return the bytes [R] of weights and optimizer state on one GPU, which trainers on shared GPUs offload and load."""
         optimizer = optimizer_bytes_per_parameter(WEIGHT_BYTES)
-        parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
-        return np.sum([parameters * (WEIGHT_BYTES + optimizer / copies) for parameters, copies in parts], axis=0)
+        parts = zip(self.stage_parameters, self._ranks_per_shard(replicas), strict=True)
+        return np.sum(
+            [parameters * (WEIGHT_BYTES + optimizer / ranks_per_shard) for parameters, ranks_per_shard in parts],
+            axis=0,
+        )
 
     def _optimizer_step(self, replicas: IntArray) -> dict[str, FloatArray]:
         """Return part -> seconds [R] of an optimizer step: reduce-scatter gradients, update each shard, all-gather weights."""
@@ -219,8 +227,8 @@ class TrainerTime:
         ranks = layout.tp * layout.cp * replicas  # number of ranks of a pipeline stage; the ranks are neighbors
         speed = np.where(ranks <= cluster.gpus_per_node, cluster.nvlink_bytes_per_s, cluster.network_bytes_per_s)
         gradients_s, shard = np.zeros(len(replicas)), np.zeros(len(replicas))
-        for parameters, copies in zip(self.stage_parameters, self._copies(replicas), strict=True):
-            sent = parameters * (GRADIENT_BYTES + WEIGHT_BYTES) * (copies - 1) / copies
+        for parameters, ranks_per_shard in zip(self.stage_parameters, self._ranks_per_shard(replicas), strict=True):
+            sent = parameters * (GRADIENT_BYTES + WEIGHT_BYTES) * (ranks_per_shard - 1) / ranks_per_shard
             gradients_s = gradients_s + np.where(sent > 0, sent / speed + 2 * cluster.latency_s, 0.0)
-            shard = shard + parameters / copies
+            shard = shard + parameters / ranks_per_shard
         return dict(gradients=gradients_s, optimizer=shard * ADAMW_TRAFFIC_BYTES / cluster.hbm_bytes_per_s)

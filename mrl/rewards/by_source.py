@@ -11,8 +11,8 @@ from mrl.rewards.reward_types import CombinedReward, Response, Reward, Score
 
 ATTRIBUTES = {"source": "data_source", "ability": "ability", "style": "style"}
 """Key of a route in the config -> attribute of a response, which is compared with the patterns of this key."""
-PLAIN_TERM = "reward"
-"""The only key of Score.terms if the inner reward is not a weighted sum. GDPO uses the same name for a reward without parts."""
+WHOLE_REWARD_PART = "reward"
+"""The only key of Score.gdpo_parts if the inner reward is no weighted sum. GDPO also uses it for a reward without parts."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class BySource(CombinedReward):
     `default` scores the responses that no pattern matches. Without `default`, such a response has a failed score, and a run
     whose data has such a row does not start.
 
-    A score keeps the parts that the inner reward returned. If the inner reward is a weighted sum, Score.terms has the terms of
-    the sum; otherwise it has a single term with the name `reward`.
+    A score keeps the parts that the inner reward returned. If the inner reward is a weighted sum, Score.gdpo_parts has the
+    parts of the sum; otherwise it has a single part with the name `reward`.
 
     Raises ValueError if `rewards` is empty or an entry is invalid.
     """
@@ -115,18 +115,18 @@ class BySource(CombinedReward):
         return routed | ({} if self.default is None else {"default": self.default})
 
     @property
-    def term_names(self) -> frozenset[str]:
-        """Names of the terms of all inner rewards."""
+    def gdpo_part_names(self) -> frozenset[str]:
+        """Names of the `gdpo_parts` of all inner rewards."""
         names = [
-            each.term_names if isinstance(each, CombinedReward) else {PLAIN_TERM}
+            each.gdpo_part_names if isinstance(each, CombinedReward) else {WHOLE_REWARD_PART}
             for each in self.inner_rewards.values()
         ]
         return frozenset().union(*names)
 
-    def missing_part(self, name: str) -> str:
+    def missing_part_reason(self, name: str) -> str:
         """Return which inner reward is a weighted sum without a part called `name`, or "" if there is no such reward."""
         combined = {key: each for key, each in self.inner_rewards.items() if isinstance(each, CombinedReward)}
-        reasons = {key: each.missing_part(name) for key, each in combined.items()}
+        reasons = {key: each.missing_part_reason(name) for key, each in combined.items()}
         return next((f"in {key}, {reason}" for key, reason in reasons.items() if reason), "")
 
     def assign(self, responses: Sequence[Response]) -> dict[str, list[int]]:
@@ -162,4 +162,4 @@ class BySource(CombinedReward):
         if not scores:
             return Score.failed(self.unscored_reason(response))
         (score,) = scores.values()
-        return replace(score, terms=score.terms or {PLAIN_TERM: score.value})
+        return replace(score, gdpo_parts=score.gdpo_parts or {WHOLE_REWARD_PART: score.value})

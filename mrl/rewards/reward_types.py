@@ -54,16 +54,16 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # reward of each assistant turn; their sum is `value`
-    # Set by Weighted: name of a part -> value of the part, not multiplied by its weight. BySource also sets terms.
-    terms: dict[str, float] = field(default_factory=dict)
+    # For GDPO. Set by Weighted: name of a part -> value of the part, not multiplied by its weight. Also set by BySource.
+    gdpo_parts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def failed(
-        cls, why: str, parts: Mapping[str, float] | None = None, terms: Mapping[str, float] | None = None
+        cls, why: str, parts: Mapping[str, float] | None = None, gdpo_parts: Mapping[str, float] | None = None
     ) -> "Score":
         """Return a failed score with value 0. The reason is truncated to 500 characters."""
         why = why if len(why) <= 500 else why[:500] + "..."
-        return cls(0.0, failure=why, parts=dict(parts or {}), terms=dict(terms or {}))
+        return cls(0.0, failure=why, parts=dict(parts or {}), gdpo_parts=dict(gdpo_parts or {}))
 
     @classmethod
     def of_turns(cls, turn_values: Sequence[float], **fields: Any) -> "Score":
@@ -113,17 +113,17 @@ def as_score(value: Any, response: Response) -> Score:
 
 def _validate(score: Score, response: Response) -> Score:
     if score.failure is not None:
-        return Score.failed(str(score.failure), _rename_parts(score.parts), _rename_parts(score.terms))
-    parts, terms = _rename_parts(score.parts), _rename_parts(score.terms)
+        return Score.failed(str(score.failure), _rename_parts(score.parts), _rename_parts(score.gdpo_parts))
+    parts, gdpo_parts = _rename_parts(score.parts), _rename_parts(score.gdpo_parts)
     if score.turn_values is None:
-        return Score(as_number(score.value), parts=parts, terms=terms)
+        return Score(as_number(score.value), parts=parts, gdpo_parts=gdpo_parts)
     turns = tuple(map(as_number, score.turn_values))
     expected = sum(turn.role == "assistant" for turn in response.turns) or 1
     if len(turns) != expected:
         raise ValueError(f"{len(turns)} turn_values for {expected} assistant turns.")
     if not math.isclose(sum(turns), as_number(score.value), rel_tol=1e-6, abs_tol=1e-6):
         raise ValueError(f"value {score.value} is not the sum {sum(turns)} of turn_values.")
-    return Score(float(sum(turns)), parts=parts, turn_values=turns, terms=terms)
+    return Score(float(sum(turns)), parts=parts, turn_values=turns, gdpo_parts=gdpo_parts)
 
 
 def _rename_parts(parts: Mapping[str, Any]) -> dict[str, float]:
@@ -191,11 +191,11 @@ class CombinedReward(ABC):
 
     @property
     @abstractmethod
-    def term_names(self) -> frozenset[str]:
-        """Names that the terms of the scores may have."""
+    def gdpo_part_names(self) -> frozenset[str]:
+        """Names that the `gdpo_parts` of the scores may have."""
 
     @abstractmethod
-    def missing_part(self, name: str) -> str:
+    def missing_part_reason(self, name: str) -> str:
         """Return why some score cannot have a part called `name`, or "" if every score may have it."""
 
     def unscored_reason(self, response: Response) -> str:
@@ -257,11 +257,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")  # allowed name of a part
 class Weighted(CombinedReward):
     """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
-    The logged mean is not multiplied by the weight. Every score also has `terms`: the values of the parts, not
-    multiplied by their weights. GDPO (docs/concepts/algorithms.md) normalizes each term separately. If a part fails for
-    a response, the response has a failed score, and the term of this part is 0. If the score of a part has parts of its
-    own, these get the names `<name>_<inner part>`. If a part has a value for each turn, these values are added to the
-    same turns of the sum. The value of any other part is added to the last turn.
+    The logged mean is not multiplied by the weight. Every score also has `gdpo_parts`: the values of the parts, not
+    multiplied by their weights. GDPO (docs/concepts/algorithms.md) normalizes each of them separately. If a part fails for
+    a response, the response has a failed score, and the value of this part in `gdpo_parts` is 0. If the score of a part
+    has parts of its own, these get the names `<name>_<inner part>`. If a part has a value for each turn, these values are
+    added to the same turns of the sum. The value of any other part is added to the last turn.
 
     Raises ValueError in these cases:
 
@@ -297,7 +297,7 @@ class Weighted(CombinedReward):
         return {f"parts.{name}": part for name, part in self.parts.items()}
 
     @property
-    def term_names(self) -> frozenset[str]:
+    def gdpo_part_names(self) -> frozenset[str]:
         """Names of the parts."""
         return frozenset(self.parts)
 
@@ -305,7 +305,7 @@ class Weighted(CombinedReward):
         """Let each part score all responses."""
         return dict.fromkeys(self.inner_rewards, range(len(responses)))
 
-    def missing_part(self, name: str) -> str:
+    def missing_part_reason(self, name: str) -> str:
         """Return a reason that lists the parts, or "" if a part has this name or may have an inner part with this name."""
         if any(name == part or name.startswith(f"{part}_") for part in self.parts):
             return ""
@@ -316,10 +316,10 @@ class Weighted(CombinedReward):
         part_scores = {key.removeprefix("parts."): score for key, score in scores.items()}
         parts = {name: score.value for name, score in part_scores.items() if score.failure is None}
         parts |= {f"{name}_{inner}": x for name, score in part_scores.items() for inner, x in score.parts.items()}
-        terms = {name: score.value if score.failure is None else 0.0 for name, score in part_scores.items()}
+        gdpo_parts = {name: score.value if score.failure is None else 0.0 for name, score in part_scores.items()}
         failures = [f"{name}: {score.failure}" for name, score in part_scores.items() if score.failure is not None]
         if failures:
-            return Score.failed("; ".join(failures), parts, terms)
+            return Score.failed("; ".join(failures), parts, gdpo_parts)
         turns = max(
             (len(score.turn_values) for score in part_scores.values() if score.turn_values is not None), default=0
         )
@@ -329,8 +329,8 @@ class Weighted(CombinedReward):
             for i, value in enumerate(part_values, start=len(values) - len(part_values)):
                 values[i] += weight * value
         if turns:
-            return Score.of_turns(values, parts=parts, terms=terms)
-        return Score(values[0], parts=parts, terms=terms)
+            return Score.of_turns(values, parts=parts, gdpo_parts=gdpo_parts)
+        return Score(values[0], parts=parts, gdpo_parts=gdpo_parts)
 
 
 CallResult = list[Score] | str

@@ -66,9 +66,9 @@ def _init_worker(pickled: bytes, memory_bytes: int) -> None:
         _rewards = f"the reward cannot be loaded in a worker process: {describe_error(error)}"
 
 
-def _call_in_worker(index: int, responses: list[Response]) -> CallResult:
+def _call_in_worker(reward_index: int, responses: list[Response]) -> CallResult:
     try:
-        return _rewards if isinstance(_rewards, str) else call_reward(_rewards[index], responses)
+        return _rewards if isinstance(_rewards, str) else call_reward(_rewards[reward_index], responses)
     except BaseException as error:  # a KeyboardInterrupt that the reward raises must not end the pool
         return describe_error(error)
 
@@ -108,30 +108,32 @@ class WorkerPool:
         with self._lock:
             assert self._started_pool().active, "the pool is started"
 
-    def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call the reward with index `index` in `rewards` for each batch of responses. Returns the result of each call.
+    def run(
+        self, reward_index: int, batches: list[list[Response]], sample_s: float, deadline: float
+    ) -> list[CallResult]:
+        """Call the reward with index `reward_index` in `rewards` for each batch of responses. Returns the result of each call.
 
         If the pool breaks before a call ends, the call is repeated once. `deadline` is a time of time.monotonic. The time limit
         of a call is `sample_s` seconds per response, but at most half of the time until the deadline. In the rest of the time,
         the reward can be called again, after the pool broke or with smaller batches. Calls that still run at the deadline are
         ended.
         """
-        results = self._run(index, batches, sample_s, deadline)
+        results = self._run(reward_index, batches, sample_s, deadline)
         lost = [i for i, result in enumerate(results) if result is None]
-        retried = self._run(index, [batches[i] for i in lost], sample_s, deadline) if lost else []
+        retried = self._run(reward_index, [batches[i] for i in lost], sample_s, deadline) if lost else []
         for i, result in zip(lost, retried, strict=True):
             results[i] = result
         return ["the worker processes died" if result is None else result for result in results]
 
     def _run(
-        self, index: int, batches: list[list[Response]], sample_s: float, deadline: float
+        self, reward_index: int, batches: list[list[Response]], sample_s: float, deadline: float
     ) -> list[CallResult | None]:
         limits = [min(len(batch) * sample_s, max(0.1, deadline - time.monotonic()) / 2) for batch in batches]
         with self._lock:
             pool = self._started_pool()
             try:
                 futures = [
-                    pool.schedule(_call_in_worker, (index, batch), timeout=limit)
+                    pool.schedule(_call_in_worker, (reward_index, batch), timeout=limit)
                     for batch, limit in zip(batches, limits, strict=True)
                 ]
             except RuntimeError:  # the pool broke in the meantime
@@ -272,10 +274,10 @@ class Scorer:
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
         singles = [each for one in (reward, *further_rewards) for each in single_rewards(one)]
-        self._worker_rewards = [each for each in singles if not _declares(each, "in_process")]
+        self._pooled_rewards = [each for each in singles if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = (
-            WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
+            WorkerPool(self._pooled_rewards, workers or min(8, cores), memory_gb) if self._pooled_rewards else None
         )
 
     def start(self) -> None:
@@ -315,13 +317,13 @@ class Scorer:
             return reward.score(responses, run_parallel)
 
         def run(batches: list[list[Response]]) -> list[CallResult]:
-            index = next((i for i, each in enumerate(self._worker_rewards) if each is reward), None)
-            if index is None or self._pool is None:
+            reward_index = next((i for i, each in enumerate(self._pooled_rewards) if each is reward), None)
+            if reward_index is None or self._pool is None:
                 return [
                     _call_in_process(reward, batch) if time.monotonic() < deadline else DEADLINE_PASSED
                     for batch in batches
                 ]
-            return self._pool.run(index, batches, self.sample_timeout_s, deadline)
+            return self._pool.run(reward_index, batches, self.sample_timeout_s, deadline)
 
         return _score_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # upper limit of the random pause before the first retry; the limit doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
@@ -72,7 +72,7 @@ class PooledEngine:
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
     log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
-    expected_work: float = 0.0  # work of the pending requests, in tokens if the caller estimates tokens, otherwise in responses
+    expected_work: float = 0.0  # of the pending requests: tokens if the caller estimates tokens, otherwise responses
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests

@@ -236,9 +236,9 @@ class RolloutManager:
             columns: name of a column -> handles of its parts; each data-parallel replica computed one part.
             kl_coef: coefficient of the KL penalty in the reward.
             step: index of the training step.
-            rows: [B] mask of the responses that get advantages; all other responses are rejected. Default: all responses.
+            rows: [B] mask of the responses that get advantages; all other responses are excluded. Default: all responses.
             advantage: estimator that replaces algorithm.advantage.
-            loss: policy loss that replaces algorithm.loss. Here, only its `extra_columns` are computed.
+            loss: policy loss that replaces algorithm.loss. Here, only its `precomputed_columns` are computed.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step, rows, advantage, loss)
 

@@ -219,7 +219,7 @@ class HeldOutEvaluation:
     sets: Mapping[str, int | None]
     sampling: SamplingParams
     # Suffix of the metric names: "sampled" or "greedy"; "" (no suffix) for a set with its own sampling
-    kind: str = ""
+    metric_suffix: str = ""
     reward: Reward | None = None  # None: the reward of the run
     has_overall_metrics: bool = False  # whether there are also metrics of all sets together
 
@@ -228,7 +228,7 @@ class HeldOutEvaluation:
         return {name: rows_of_set[name][:count] for name, count in self.sets.items()}
 
 
-def held_out_section(name: str) -> str:
+def response_limit_section(name: str) -> str:
     """Return the config section that limits the length of responses to a held-out set. The name of data.test is ""."""
     return f"data.test_sets.{name}" if name else "rollout"
 
@@ -275,7 +275,7 @@ class HeldOutResponses:
                     self.scores[part][0].failure,
                 )
             prefix = f"eval/{name_part(name)}/" if name else "eval/"
-            ending = f"_{self.evaluation.kind}" if self.evaluation.kind else ""
+            ending = f"_{self.evaluation.metric_suffix}" if self.evaluation.metric_suffix else ""
             found |= {f"{prefix}{quantity}{ending}": value for quantity, value in values.items()}
         return found
 
@@ -297,7 +297,7 @@ class HeldOutResponses:
         lines = [
             dict(
                 set=name,
-                sampling=self.evaluation.kind,
+                sampling=self.evaluation.metric_suffix,
                 row=row,
                 sample=member,
                 data_source=response.data_source,

@@ -68,7 +68,7 @@ class RolloutLog:
         If the log already has the step with the same prompts, returns the groups in the log. Otherwise, returns `groups`. If the
         file cannot be written, a warning is logged and the run continues.
         """
-        content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
+        content = msgspec.msgpack.encode(groups, enc_hook=_encode_numpy)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
         try:
             frame = zstandard.compress(content, ZSTD_LEVEL)
@@ -184,7 +184,7 @@ class CompletionCache:
         """Append the completions of one HTTP request to the file of this step. Aborted completions are not stored."""
         items = zip(numbers, inputs, completions, strict=True)
         found = {_key(number, tokens): done for number, tokens, done in items if done.finish_reason != "abort"}
-        content = msgspec.msgpack.encode(found, enc_hook=_to_plain)
+        content = msgspec.msgpack.encode(found, enc_hook=_encode_numpy)
         frame = zstandard.compress(content, ZSTD_LEVEL)
         try:
             with self._file_lock:
@@ -297,7 +297,7 @@ def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
     )
 
 
-def _to_plain(value: Any) -> Any:
+def _encode_numpy(value: Any) -> Any:
     """Return a numpy scalar, or an array of routed experts, as a value that msgspec can encode."""
     if isinstance(value, np.generic):
         return value.item()
@@ -305,13 +305,13 @@ def _to_plain(value: Any) -> Any:
     return dict(shape=value.shape, data=value.tobytes())
 
 
-def _from_plain(kind: Any, value: Any) -> NDArray[np.int16]:
-    """Return the array that `_to_plain` encoded."""
+def _decode_routing(kind: Any, value: Any) -> NDArray[np.int16]:
+    """Return the array that `_encode_numpy` encoded."""
     return np.frombuffer(value["data"], np.int16).reshape(value["shape"]).copy()
 
 
-_step_decoder = msgspec.msgpack.Decoder(StepGroups[Group], dec_hook=_from_plain)
-_cache_decoder = msgspec.msgpack.Decoder(dict[str, Completion], dec_hook=_from_plain)
+_step_decoder = msgspec.msgpack.Decoder(StepGroups[Group], dec_hook=_decode_routing)
+_cache_decoder = msgspec.msgpack.Decoder(dict[str, Completion], dec_hook=_decode_routing)
 
 
 DIGITS = 6  # digits after the decimal point of log-probabilities and advantages

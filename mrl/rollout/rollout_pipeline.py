@@ -84,7 +84,7 @@ class GroupSampler:
                 prompts.append(self.spec.train.encode(request.row))
         stride = self.spec.largest_group  # so that all responses of the run have different numbers
         numbers = [
-            stride * request.number + member
+            stride * request.serial_number + member
             for request, size in zip(requests, sizes, strict=True)
             for member in range(size)
         ]
@@ -248,10 +248,10 @@ class RolloutPipeline:
         with self._changed:
             self._error = None
             allowed = [request for request in self.buffer.in_flight.values() if request.min_weight_version <= version]
-            new = [request for request in allowed if request.number not in self._running]
+            new = [request for request in allowed if request.serial_number not in self._running]
             for requests in self._sampler.split(new) if new else ():
                 running = self._engines.submit(self._sample(list(requests), self._num_restarts))
-                self._running |= dict.fromkeys((request.number for request in requests), running)
+                self._running |= dict.fromkeys((request.serial_number for request in requests), running)
 
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
         """Wait for the groups of a step. Returns None if more prompts may be drawn, for example in place of rejected groups.
@@ -307,7 +307,7 @@ class RolloutPipeline:
         Serial numbers that were not drawn yet are ignored.
         """
         with self._changed:
-            row_of = {request.number: request.row for request in self.buffer.untrained_requests}
+            row_of = {request.serial_number: request.row for request in self.buffer.untrained_requests}
             drawn = [pair for pair in zip(numbers, rows, strict=True) if pair[0] < self.buffer.num_drawn]
             return all(row_of.get(number) == row for number, row in drawn)
 
@@ -343,7 +343,7 @@ class RolloutPipeline:
             with self._changed:
                 if num_restarts == self._num_restarts:
                     for request in requests:
-                        self._running.pop(request.number, None)
+                        self._running.pop(request.serial_number, None)
                     self._fail(error)
 
     def _take_unscored(self) -> list[tuple[int, list[UnscoredGroup]] | None]:
@@ -373,8 +373,8 @@ class RolloutPipeline:
                     continue
                 self._scoring_s += time.perf_counter() - start
                 for sampled, group, passed in zip(unscored, groups, passed_filter, strict=True):
-                    self._running.pop(sampled.request.number, None)
-                    self.buffer.finish(sampled.request.number, group, passed)
+                    self._running.pop(sampled.request.serial_number, None)
+                    self.buffer.finish(sampled.request.serial_number, group, passed)
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:

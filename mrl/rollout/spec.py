@@ -124,7 +124,7 @@ class RolloutSpec:
     staleness: int = 0  # maximal number of weight versions between sampling a token and training on it
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of `prompts_per_step`
     in_order: bool = False  # whether steps take groups in the order in which their prompts were drawn
-    max_rounds: int = 1  # a step replaces at most (max_rounds - 1) * prompts_per_step rejected groups
+    max_sampling_rounds: int = 1  # a step replaces at most (max_sampling_rounds - 1) * prompts_per_step rejected groups
     log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
     scoring: ScoringConfig = field(default_factory=ScoringConfig)  # processes and deadline of the reward

@@ -31,7 +31,7 @@ def num_extra_groups(over_sample_rate: float, prompts_per_step: int) -> int:
 class PromptRequest:
     """A prompt that was drawn from the data set, and that the engines answer with a group of responses."""
 
-    number: int  # serial number: position in the order of drawing, from 0, since the run began
+    serial_number: int  # position in the order of drawing, from 0, since the run began
     row: int  # row of the data set
     # Lowest weight version that may sample the responses; usually the weight version at the time of drawing
     min_weight_version: int
@@ -48,15 +48,15 @@ class StalenessBuffer[T]:
       finish first. Other groups are dropped when they are too old for the next step. Without over-sampling no group is dropped:
       a step waits for every group that would be too old for the next step.
     - `in_order`: steps take groups in the order in which their prompts were drawn, so short responses are not preferred.
-    - `max_replaced`: a step replaces at most this many groups that the rollout filter rejects. If the filter rejects more
-      groups, the step trains on fewer than N groups.
+    - `max_replaced_groups`: a step replaces at most this many groups that the rollout filter rejects. If the filter rejects
+      more groups, the step trains on fewer than N groups.
     """
 
     groups_per_step: int  # N
     staleness: int  # K: maximal staleness, in weight versions
     extra_groups: int = 0
     in_order: bool = False
-    max_replaced: int = 0
+    max_replaced_groups: int = 0
     num_drawn: int = 0  # number of prompts drawn since the run began; also the serial number of the next prompt request
     # The keys of the following dicts are serial numbers of prompt requests
     in_flight: dict[int, PromptRequest] = field(default_factory=dict)  # groups that are not sampled and scored yet
@@ -65,7 +65,7 @@ class StalenessBuffer[T]:
 
     def free_capacity(self) -> int:
         """Return the number of prompts that may be drawn now."""
-        not_replaced = max(0, len(self._filtered) - self.max_replaced)
+        not_replaced = max(0, len(self._filtered) - self.max_replaced_groups)
         capacity = (self.staleness + 1) * self.groups_per_step + self.extra_groups
         return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
 
@@ -82,7 +82,7 @@ class StalenessBuffer[T]:
         capacity = self.free_capacity()
         assert len(requests) <= capacity, f"{len(requests)} new prompt requests, but the buffer has room for {capacity}"
         self.num_drawn += len(requests)
-        self.in_flight |= {request.number: request for request in requests}
+        self.in_flight |= {request.serial_number: request for request in requests}
         return requests
 
     def finish(self, number: int, group: T, passed_filter: bool) -> None:
@@ -101,7 +101,7 @@ class StalenessBuffer[T]:
     def take_step(self, step: int) -> StepGroups[T] | None:
         """Take the groups on which `step` trains out of the buffer. Returns None if the step must wait for groups in flight."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
-        # Fewer than N groups are enough if no more groups can follow, because `max_replaced` is reached.
+        # Fewer than N groups are enough if no more groups can follow, because `max_replaced_groups` is reached.
         may_be_short = not self.in_flight and not self.free_capacity()
         if numbers is None or (len(numbers) < self.groups_per_step and not may_be_short):
             return None
@@ -134,7 +134,7 @@ class StalenessBuffer[T]:
             for index, request in enumerate(requests)
         ]
         self.in_flight = {
-            request.number: replace(request, min_weight_version=version)
+            request.serial_number: replace(request, min_weight_version=version)
             for request, version in zip(requests, versions, strict=True)
         }
         self.num_drawn, self._finished, self._filtered = num_drawn, {}, {}
@@ -143,7 +143,7 @@ class StalenessBuffer[T]:
     def untrained_requests(self) -> list[PromptRequest]:
         """All requests that are in flight or finished, in the order of drawing. No step has taken them yet."""
         requests = [*self.in_flight.values(), *(request for request, _ in self._finished.values())]
-        return sorted(requests, key=lambda request: request.number)
+        return sorted(requests, key=lambda request: request.serial_number)
 
     @property
     def finished(self) -> dict[int, T]:
@@ -185,7 +185,9 @@ class StalenessBuffer[T]:
         Without over-sampling there are no such requests.
         """
         stale = [
-            request.number for request in self.untrained_requests if request.min_weight_version <= step - self.staleness
+            request.serial_number
+            for request in self.untrained_requests
+            if request.min_weight_version <= step - self.staleness
         ]
         assert self.extra_groups or not stale, (
             f"step {step} left requests {stale} behind, which no later step may train"

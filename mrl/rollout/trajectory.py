@@ -17,7 +17,7 @@ from mrl.algorithms.inputs import ScoredBatch
 from mrl.core.types import OFFLINE, Column, ImageInputs, TokenBlock
 from mrl.data.offline import OfflineRow, OfflineRows
 from mrl.data.prompts import PromptDataset
-from mrl.rewards.by_source import PLAIN_TERM
+from mrl.rewards.by_source import WHOLE_REWARD_PART
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout.client import Completion
 
@@ -188,7 +188,7 @@ def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
     return tuple(end - 1 for end in accumulate(len(ids) for is_sampled, ids in trajectory.spans if is_sampled))
 
 
-def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
+def driver_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
     """Return the columns [B] that the driver sees. Each column becomes the field of Rollouts with the same name."""
     samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     return dict(
@@ -235,15 +235,15 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
     greedy = [group.greedy.value for group in groups for _ in group.samples if group.greedy is not None]
-    names = dict.fromkeys(name for score in scores for name in score.terms)  # names of the parts of the reward
-    columns = control_columns(groups)
+    names = dict.fromkeys(name for score in scores for name in score.gdpo_parts)  # names of the parts of the reward
+    columns = driver_columns(groups)
     return ScoredBatch(
         rewards=np.array([score.value for score in scores], np.float64),
         groups=columns["groups"],
         lengths=np.array([sample.trajectory.num_sampled for sample in samples]),
         truncated=columns["truncated"],
         turn_rewards=_turn_rewards(samples),
-        reward_parts={name: np.array([score.terms.get(name, 0.0) for score in scores]) for name in names},
+        reward_parts={name: np.array([score.gdpo_parts.get(name, 0.0) for score in scores]) for name in names},
         greedy_rewards=np.array(greedy) if greedy else None,
     )
 
@@ -282,16 +282,16 @@ def _sample(row: OfflineRow, step: int) -> Sample:
 
 
 def with_offline_part(scored: ScoredBatch, num_offline: int) -> ScoredBatch:
-    """Add the rewards of the last `num_offline` responses as the part PLAIN_TERM, if the other rewards have parts.
+    """Add the rewards of the last `num_offline` responses as the part WHOLE_REWARD_PART, if the other rewards have parts.
 
     An estimator that reads only the parts, such as GDPO (docs/concepts/algorithms.md), would otherwise ignore the rewards of the
     file.
     """
     if not scored.reward_parts:
         return scored
-    part = scored.reward_parts.get(PLAIN_TERM, np.zeros(len(scored.rewards))).copy()
+    part = scored.reward_parts.get(WHOLE_REWARD_PART, np.zeros(len(scored.rewards))).copy()
     part[len(part) - num_offline :] = scored.rewards[len(part) - num_offline :]
-    return replace(scored, reward_parts={**scored.reward_parts, PLAIN_TERM: part})
+    return replace(scored, reward_parts={**scored.reward_parts, WHOLE_REWARD_PART: part})
 
 
 def with_offline_advantages(scored: ScoredBatch, num_offline: int, rows: OfflineRows | None) -> ScoredBatch:

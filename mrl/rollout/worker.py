@@ -66,7 +66,7 @@ from mrl.rollout.trajectory import (
     StepGroups,
     Trajectory,
     block_trajectories,
-    control_columns,
+    driver_columns,
     known_rollout_logprobs,
     offline_groups,
     prompt_images,
@@ -119,20 +119,23 @@ class RolloutWorker:
             staleness=spec.staleness,
             extra_groups=spec.extra_groups,  # groups in flight beyond those that steps need (over-sampling)
             in_order=spec.in_order,
-            max_replaced=(spec.max_rounds - 1) * size,  # largest number of rejected groups that a step replaces
+            # Largest number of rejected groups that a step replaces
+            max_replaced_groups=(spec.max_sampling_rounds - 1) * size,
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
         self._source_names = source_names(spec.train.rows_per_data_source)
         self._rounds = 0  # how often prompts were drawn for the step that is being sampled
         # Groups of the step that is being sampled, if the rollout log has them
-        self._logged: StepGroups[Group] | None = None
-        self._sampled = SampledStep()  # groups of the last step for which `sample` returned 0
-        # The groups of `_sampled`, with the serial numbers of their prompt requests
-        self._taken: StepGroups[Group] = StepGroups(numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[])
+        self._step_from_log: StepGroups[Group] | None = None
+        self._sampled_step = SampledStep()  # groups of the last step for which `sample` returned 0
+        # The groups of `_sampled_step`, with the serial numbers of their prompt requests
+        self._groups_with_numbers: StepGroups[Group] = StepGroups(
+            numbers=[], groups=[], filtered_numbers=[], filtered=[], dropped=[]
+        )
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # The sampled groups of the last collected step, and the rewards and tokens of these groups and of the offline rows
-        self._collected: tuple[list[Group], ScoredBatch, TokenBlock] | None = None
+        self._collected_step: tuple[list[Group], ScoredBatch, TokenBlock] | None = None
         # Columns [R] of the last collected step: arguments and results of `estimate`
         self._columns: dict[str, Column] = {}
 
@@ -185,9 +188,9 @@ class RolloutWorker:
         """
         self.served.check()
         if self.spec.replay:
-            self._sampled = SampledStep()
+            self._sampled_step = SampledStep()
             for group in self._replay(step):
-                (self._sampled.kept if self._passes_filter(group) else self._sampled.filtered).append(group)
+                (self._sampled_step.kept if self._passes_filter(group) else self._sampled_step.filtered).append(group)
             return 0
         pipeline = self._pipeline
         pipeline.admit(first_number, rows.tolist(), step, sizes)
@@ -205,8 +208,8 @@ class RolloutWorker:
             self._rounds += 1
             if (missing := max(taken.all_numbers, default=-1) + 1 - pipeline.buffer.num_drawn) > 0:
                 return missing
-        self._sampled = SampledStep(taken.groups, taken.filtered, self._rounds, *pipeline.take_seconds())
-        self._rounds, self._taken, self._logged = 0, taken, None
+        self._sampled_step = SampledStep(taken.groups, taken.filtered, self._rounds, *pipeline.take_seconds())
+        self._rounds, self._groups_with_numbers, self._step_from_log = 0, taken, None
         return 0
 
     def _read_log(self, step: int) -> StepGroups[Group] | None:
@@ -215,16 +218,16 @@ class RolloutWorker:
         Returns None if the log does not have the step. If the run has drawn other prompts than those in the log, deletes the
         entry and returns None.
         """
-        logged = self._logged or self._log.get(step)
+        logged = self._step_from_log or self._log.get(step)
         if logged is None:
             return None
-        if self._logged is None:
+        if self._step_from_log is None:
             rows = [group.row for group in [*logged.groups, *logged.filtered]]
             if not self._pipeline.has_requests([*logged.numbers, *logged.filtered_numbers], rows):
                 self._log.remove(step, "holds other prompts than the run draws now")
                 return None
         self._pipeline.remove(logged.all_numbers)
-        self._logged = logged
+        self._step_from_log = logged
         return logged
 
     def _write_log(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
@@ -247,7 +250,7 @@ class RolloutWorker:
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
-        self._rounds, self._logged = 0, None
+        self._rounds, self._step_from_log = 0, None
 
     def discard_log(self, before_step: int) -> None:
         """Delete the entries of the rollout log for steps before `before_step`."""
@@ -258,18 +261,18 @@ class RolloutWorker:
 
         Returns a handle of the block, and the columns that the driver sees, such as lengths and rewards.
         """
-        sampled, taken, untrained = self._sampled, self._taken, self._pipeline.untrained_requests()
+        sampled, taken, untrained = self._sampled_step, self._groups_with_numbers, self._pipeline.untrained_requests()
         groups, self._all_filtered = sampled.trained_groups(self.spec.prompts_per_step), not sampled.kept
         if self.spec.record:
-            write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **control_columns(groups))
+            write_recording(Path(self.spec.run_dir) / "rollouts", step, to_block(groups), **driver_columns(groups))
         offline = offline_groups(self.spec.offline, step)
         block = replace(to_block([*groups, *offline]), images=prompt_images(self.train, groups))
-        columns: dict[str, Any] = control_columns([*groups, *offline])
+        columns: dict[str, Any] = driver_columns([*groups, *offline])
         scored, num_offline = to_scored_batch([*groups, *offline]), sum(len(group.samples) for group in offline)
         if num_offline:
             scored = with_offline_advantages(with_offline_part(scored, num_offline), num_offline, self.spec.offline)
             block = with_offline_column(block, num_offline)
-        self._collected, self._columns = (groups, scored, block), {}
+        self._collected_step, self._columns = (groups, scored, block), {}
         numbers = taken.numbers or taken.filtered_numbers
         return Rollouts(
             block=ray.put(block),
@@ -282,8 +285,8 @@ class RolloutWorker:
             request_numbers=np.array(numbers[: len(groups)] or np.arange(len(groups))),
             rewards=scored.rewards,
             untrained_requests=[
-                (request.number, request.row, request.min_weight_version, *([request.size] if request.size else []))
-                for request in untrained
+                (each.serial_number, each.row, each.min_weight_version, *([each.size] if each.size else []))
+                for each in untrained
             ],
             prompt_rewards=prompt_rewards(taken),
             num_offline=num_offline,
@@ -311,27 +314,27 @@ class RolloutWorker:
 
         See RolloutManager.estimate for the arguments.
         """
-        assert self._collected, "collect() must be called before estimate()"
-        _, scored, block = self._collected
+        assert self._collected_step, "collect() must be called before estimate()"
+        _, scored, block = self._collected_step
         computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         pipeline, from_engine = self.spec.advantage_pipeline.with_parts(advantage, loss), {}
         rollout_logprobs = known_rollout_logprobs(block, computed.get("old_logprobs"))
-        if "rollout_logprobs" in pipeline.needs:
+        if "rollout_logprobs" in pipeline.required_inputs:
             from_engine["rollout_logprobs"] = rollout_logprobs
         if self.spec.rollout_logprobs_as_old:
             from_engine["old_logprobs"] = rollout_logprobs
         with spans.span("advantages"):
-            result = pipeline.of_rows(rows, scored, computed | from_engine, kl_coef, [self.spec.seed, step])
+            result = pipeline.for_selected_rows(rows, scored, computed | from_engine, kl_coef, [self.spec.seed, step])
         estimated = {
             name: _with_rows(self._columns.get(name), values, rows, scored) for name, values in result.columns.items()
         }
         self._columns |= computed | estimated
         # If the rollout filter rejected all sampled groups, the step trains only on the offline rows.
-        is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected[0])
-        rejected = result.rejected | (self._all_filtered & is_sampled)
+        is_sampled = np.arange(len(scored.lengths)) < sum(len(group.samples) for group in self._collected_step[0])
+        excluded = result.excluded | (self._all_filtered & is_sampled)
         handle = ray.put({**computed, **result.columns})
         has_returns = "returns" in result.columns
-        return AdvantageResult(handle, result.zero_advantage, rejected, result.metrics, result.counts, has_returns)
+        return AdvantageResult(handle, result.zero_advantage, excluded, result.metrics, result.counts, has_returns)
 
     def compute_teacher_outputs(
         self, block: TokenBlock, rows: NDArray[np.int64], teacher: str, top_k: int
@@ -353,8 +356,8 @@ class RolloutWorker:
         step do not change during the call.
         """
         assert self._sample_file, "the driver calls this only if the run keeps samples"
-        assert self._collected, "collect() must be called before write_samples()"
-        groups = self._collected[0]
+        assert self._collected_step, "collect() must be called before write_samples()"
+        groups = self._collected_step[0]
         rewards = [sample.score.value for group in groups for sample in group.samples]
         chosen = spread(rewards, self.spec.samples_per_step)
         self._sample_file.write(step + 1, text_samples(groups, chosen, self.train, self._columns))
@@ -389,7 +392,7 @@ class RolloutWorker:
         """Score all responses of these groups, and their greedy responses. Runs in the scoring thread."""
         rows = np.array([group.request.row for group in unscored for _ in group.trajectories])
         trajectories = [trajectory for group in unscored for trajectory in group.trajectories]
-        group_ids = [group.request.number for group in unscored for _ in group.trajectories]
+        group_ids = [group.request.serial_number for group in unscored for _ in group.trajectories]
         scores = iter(self._score(self.train, rows, trajectories, group_ids))
         greedy = [(group.request.row, group.greedy) for group in unscored if group.greedy is not None]
         greedy_rows = np.array([row for row, _ in greedy])

@@ -36,7 +36,7 @@ from mrl.launch.supervisor import term_with_parent
 from mrl.placement.resource_pools import with_node_count
 from mrl.sweep.points import (
     SWEEP_FILE,
-    Point,
+    PointOverrides,
     PointResult,
     PointState,
     Sweep,
@@ -88,10 +88,10 @@ class PointLauncher(Launcher):
             job_overrides: all overrides of each point.
             initial_job_idx: index of the first point.
         """
-        fixed, points = self._split_jobs(job_overrides)
+        shared_overrides, points = self._split_jobs(job_overrides)
         indices = range(initial_job_idx, initial_job_idx + len(points))
-        sweep, nodes = check_sweep(self.folder, fixed, points, initial_job_idx)
-        config = hydra_entry.compose_config([*fixed, *points[0]])
+        sweep, nodes = check_sweep(self.folder, shared_overrides, points, initial_job_idx)
+        config = hydra_entry.compose_config([*shared_overrides, *points[0]])
         config = replace(config, cluster=replace(config.cluster, nodes=nodes))
         if config.cluster.scheduler and config.cluster.dry_run:
             commands = [f"# point {index}: {sweep.command(index)}" for index in indices]
@@ -105,7 +105,7 @@ class PointLauncher(Launcher):
             raise SystemExit(REQUEUE_STATUS)
         return [_job_return(result) for result in runner.results()]
 
-    def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[Point, tuple[Point, ...]]:
+    def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[PointOverrides, tuple[PointOverrides, ...]]:
         """Return (the overrides that all points share, the overrides of each point).
 
         Drops `run.dir`, because each point has its own run directory. Also drops `resume=never`, because a point must be able to
@@ -119,8 +119,9 @@ class PointLauncher(Launcher):
             ]
             for job in job_overrides
         ]
-        fixed = tuple(each for each in jobs[0] if override_key(each) not in {*self.swept_keys, "run.dir"})
-        return fixed, tuple(tuple(each for each in job if override_key(each) in self.swept_keys) for job in jobs)
+        shared_overrides = tuple(each for each in jobs[0] if override_key(each) not in {*self.swept_keys, "run.dir"})
+        points = tuple(tuple(each for each in job if override_key(each) in self.swept_keys) for job in jobs)
+        return shared_overrides, points
 
     def _runner(self, sweep: Sweep, config: Config, indices: range) -> "Runner":
         if not config.cluster.scheduler:
@@ -137,7 +138,9 @@ def _array(config: Config, sweep: Sweep, tasks: Sequence[int], n_jobs: int) -> s
     return slurm_job.make_array(config.cluster, config.run.name, sweep.folder, tasks, n_jobs)
 
 
-def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
+def check_sweep(
+    folder: Path, shared_overrides: PointOverrides, points: tuple[PointOverrides, ...], first: int
+) -> tuple[Sweep, int]:
     """Check all points, and return (the sweep with these points, the largest number of nodes of a point).
 
     Raises ValueError if a point cannot run; the message lists the mistakes of all points. Also raises ValueError if `folder`
@@ -145,22 +148,22 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
 
     Args:
         folder: folder of the sweep.
-        fixed: overrides that all points share.
+        shared_overrides: overrides that all points share.
         points: overrides of each point.
         first: index, in the sweep, of points[0]. The sweep keeps its points with smaller indices.
     """
     mistakes, nodes = [], [1]
     for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
         try:
-            nodes.append(validate_point(folder, [*fixed, *point]))
+            nodes.append(validate_point(folder, [*shared_overrides, *point]))
         except ValueError as error:
             mistakes.append(f"  {' '.join(point)}: {error}")
     if mistakes:
         raise ValueError(
             "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none of these was started", *mistakes])
         )
-    config = hydra_entry.compose_config([*fixed, *points[0]])
-    return extend_sweep(folder, config, fixed, points, first), max(nodes)
+    config = hydra_entry.compose_config([*shared_overrides, *points[0]])
+    return extend_sweep(folder, config, shared_overrides, points, first), max(nodes)
 
 
 def validate_point(folder: Path, overrides: Sequence[str]) -> int:
@@ -173,7 +176,9 @@ def validate_point(folder: Path, overrides: Sequence[str]) -> int:
     return with_node_count(config.cluster, plan.pools).nodes or 1
 
 
-def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
+def extend_sweep(
+    folder: Path, config: Config, shared_overrides: PointOverrides, points: tuple[PointOverrides, ...], first: int
+) -> Sweep:
     """Return the sweep in `folder`, with `points` as its points from index `first` on.
 
     If the stored sweep has more points, the result is the stored sweep. Raises ValueError if `folder` contains another sweep.
@@ -182,7 +187,7 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
     earlier = stored.points[:first] if stored else ()
     maximize = config.sweep.direction == "maximize"
     wanted = Sweep(
-        folder, f"{config.run.name}-{folder.name}", config.sweep.metric, maximize, fixed, (*earlier, *points)
+        folder, f"{config.run.name}-{folder.name}", config.sweep.metric, maximize, shared_overrides, (*earlier, *points)
     )
     if stored is None:
         return wanted

@@ -33,7 +33,7 @@ from mrl.core.jsonl import last_lines, write_json
 from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import supervisor
 
-Point = tuple[str, ...]
+PointOverrides = tuple[str, ...]
 """Overrides of the swept keys in one run of a sweep, such as `("optim.lr=1e-4", "run.seed=0")`."""
 SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
 STATUS_FILE = "status.json"  # file in the folder of an ended point: {"status": exit status, "seconds": duration}
@@ -64,7 +64,7 @@ class PointResult:
     """State of one point and its results so far."""
 
     index: int
-    point: Point
+    point: PointOverrides
     folder: Path
     state: PointState
     steps: int  # number of completed training steps
@@ -81,8 +81,8 @@ class Sweep:
     group: str  # name of the group in wandb
     metric: str  # name of the metric that ranks the points
     maximize: bool  # True: the point with the largest value is the best. False: the point with the smallest value.
-    fixed: Point  # overrides that all points share
-    points: tuple[Point, ...]
+    shared_overrides: PointOverrides  # overrides that all points share
+    points: tuple[PointOverrides, ...]
 
     def point_folder(self, index: int) -> Path:
         """Return the folder of a point."""
@@ -91,14 +91,14 @@ class Sweep:
     def overrides(self, index: int) -> list[str]:
         """Return all overrides with which `mrl train` runs a point."""
         run_dir = format_override("run.dir", self.point_folder(index))
-        return [*self.fixed, *self.points[index], run_dir, format_override("tracking.group", self.group)]
+        return [*self.shared_overrides, *self.points[index], run_dir, format_override("tracking.group", self.group)]
 
     def command(self, index: int) -> str:
         """Return a shell command that runs the point again, in a new run directory."""
         left_out = ("run.dir", "sweep", "hydra", "cluster.dry_run")
         own = [
             each
-            for each in self.fixed
+            for each in self.shared_overrides
             if override_key(each) == SEARCH_PATH or not override_key(each).startswith(left_out)
         ]
         return shlex.join(["mrl", "train", *own, *self.points[index]])
@@ -121,7 +121,7 @@ class Sweep:
         write_json(self.folder / SWEEP_FILE, asdict(self))
 
 
-def split_overrides(overrides: Sequence[str]) -> tuple[Point, tuple[Override, ...]]:
+def split_overrides(overrides: Sequence[str]) -> tuple[PointOverrides, tuple[Override, ...]]:
     """Return (overrides with one value, overrides with several values).
 
     Several values are given as `a=1,2`, `a=range(1,4)`, `a=choice(x,y)` or `a=interval(0,1)`. If a key has several overrides, the
@@ -133,8 +133,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[Point, tuple[Override, ..
             parsed[override_key(text)] = parser.parse_override(text)
         except HydraException as error:
             raise ValueError(f"{text!r} cannot be parsed: {str(error).splitlines()[0]}") from None
-    fixed = tuple(each.input_line or "" for each in parsed.values() if not each.is_sweep_override())
-    return fixed, tuple(each for each in parsed.values() if each.is_sweep_override())
+    shared_overrides = tuple(each.input_line or "" for each in parsed.values() if not each.is_sweep_override())
+    return shared_overrides, tuple(each for each in parsed.values() if each.is_sweep_override())
 
 
 def params_to_overrides(params: Mapping[Any, Any], search_path: Sequence[str] = ()) -> list[str]:
@@ -150,7 +150,7 @@ def params_to_overrides(params: Mapping[Any, Any], search_path: Sequence[str] = 
     return checked[len(search_path) :]
 
 
-def grid_points(swept: Sequence[Override]) -> list[Point]:
+def grid_points(swept: Sequence[Override]) -> list[PointOverrides]:
     """Return all combinations of the values. The last key of the command line changes fastest.
 
     Raises ValueError for an interval, because an interval has no list of values.
@@ -176,14 +176,15 @@ def load_sweep(folder: Path) -> Sweep:
             f"{folder}: contains no sweep ({SWEEP_FILE} is missing); name the run.dir of a sweep."
         ) from None
     points = tuple(tuple(point) for point in content["points"])
-    return Sweep(folder, content["group"], content["metric"], content["maximize"], tuple(content["fixed"]), points)
+    shared_overrides = tuple(content["shared_overrides"])
+    return Sweep(folder, content["group"], content["metric"], content["maximize"], shared_overrides, points)
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
     """Return the differences between two sweeps in words. Additional points at the end of one sweep do not count."""
     found = [
         f"{name}: {_shortened(getattr(stored, name))} in the folder, {_shortened(getattr(wanted, name))} in this command"
-        for name in ("fixed", "metric", "maximize")
+        for name in ("shared_overrides", "metric", "maximize")
         if getattr(stored, name) != getattr(wanted, name)
     ]
     common = min(len(stored.points), len(wanted.points))
@@ -198,7 +199,7 @@ def _shortened(value: object) -> str:
     return f"{value}"[:200]
 
 
-def read_result(index: int, point: Point, folder: Path, metric: str) -> PointResult:
+def read_result(index: int, point: PointOverrides, folder: Path, metric: str) -> PointResult:
     """Read the current state of the point in `folder`."""
     steps = [json.loads(line)["step"] for line in last_lines(folder / "metrics.jsonl", 1)]
     ended = json.loads((folder / STATUS_FILE).read_text()) if (folder / STATUS_FILE).exists() else None

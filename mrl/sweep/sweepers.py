@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from mrl.config.search_path import search_path_override
 from mrl.sweep.launcher import PointLauncher, validate_point
-from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_overrides, split_overrides
+from mrl.sweep.points import SWEEP_FILE, PointOverrides, grid_points, load_sweep, params_to_overrides, split_overrides
 
 MAX_REJECTED = 20  # the sweep ends after this number of consecutive proposals that cannot run
 
@@ -59,8 +59,8 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that these overrides define. A failed point does not end the sweep."""
-        fixed, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
-        self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
+        shared_overrides, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
+        self._launcher.launch([[*shared_overrides, *point] for point in grid_points(swept)], initial_job_idx=0)
 
 
 class OptunaSweeper(GridSweeper):
@@ -75,27 +75,29 @@ class OptunaSweeper(GridSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that these overrides define. If the folder has an interrupted sweep, its unfinished points run first."""
-        fixed, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
+        shared_overrides, swept = split_overrides([*params_to_overrides(self.params, self._search_path), *arguments])
         folder = Path(self._composed.hydra.sweep.dir).resolve()
         maximize = self._composed.sweep.direction.name == "maximize"
 
-        def check(point: Point) -> None:
-            own = [each for each in fixed if not each.startswith("run.dir=")]
+        def check(point: PointOverrides) -> None:
+            own = [each for each in shared_overrides if not each.startswith("run.dir=")]
             validate_point(folder, [*self._search_path, *own, *point])
 
         proposer = PointProposer(swept, folder, maximize, self._composed.run.seed, check)
         stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()
-        self._launch(proposer, fixed, stored, 0)
+        self._launch(proposer, shared_overrides, stored, 0)
         count = len(stored)
         while count < self.n_trials:
             batch = [proposer.propose(count + n) for n in range(min(self.n_jobs, self.n_trials - count))]
-            self._launch(proposer, fixed, batch, count)
+            self._launch(proposer, shared_overrides, batch, count)
             count += len(batch)
 
-    def _launch(self, proposer: "PointProposer", fixed: Point, points: Sequence[Point], first: int) -> None:
+    def _launch(
+        self, proposer: "PointProposer", shared_overrides: PointOverrides, points: Sequence[PointOverrides], first: int
+    ) -> None:
         if not points:
             return
-        returned = self._launcher.launch([[*fixed, *point] for point in points], initial_job_idx=first)
+        returned = self._launcher.launch([[*shared_overrides, *point] for point in points], initial_job_idx=first)
         for index, result in enumerate(returned, first):
             proposer.report(index, result.return_value if result.status == JobStatus.COMPLETED else None)
 
@@ -113,7 +115,7 @@ class PointProposer:
         folder: Path,
         maximize: bool,
         seed: int,
-        check: Callable[[Point], object],
+        check: Callable[[PointOverrides], object],
     ) -> None:
         """Open the study in `folder`. Raises ValueError if Optuna is not installed.
 
@@ -144,7 +146,7 @@ class PointProposer:
         # trials in the state FAIL.
         self._failed = optuna.trial.TrialState.PRUNED
 
-    def propose(self, index: int) -> Point:
+    def propose(self, index: int) -> PointOverrides:
         """Propose the point with this index. Raises ValueError after MAX_REJECTED consecutive proposals that cannot run."""
         refusal = None
         for _ in range(MAX_REJECTED):

@@ -132,7 +132,7 @@ class ThreadedSink(ABC):
 
         Returns only steps up to the checkpoint from which the run resumes, because the run repeats later steps.
         """
-        if not (last := self.run.last_step) or (first := self._first_unsure_step()) > last:
+        if not (last := self.run.last_step) or (first := self._first_possibly_missing_step()) > last:
             return []
         found: dict[int, dict[str, float]] = {}
         for name in ("metrics.jsonl", "eval.jsonl"):
@@ -161,7 +161,7 @@ class ThreadedSink(ABC):
     def _start(self) -> None:
         """Import the tracker's package, which takes seconds, and begin or continue the tracker's run."""
 
-    def _first_unsure_step(self) -> int:
+    def _first_possibly_missing_step(self) -> int:
         """Return the first step that the tracker may lack. Called after `_start`."""
         return self.run.last_step
 
@@ -253,7 +253,7 @@ class WandbSink(ThreadedSink):
         )
         self._offline_files = sorted(run.folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
 
-    def _first_unsure_step(self) -> int:
+    def _first_possibly_missing_step(self) -> int:
         """Return the step after the last step that wandb has.
 
         Offline, wandb does not know the steps of earlier processes, so this method reads their files. The file of a killed
@@ -307,7 +307,7 @@ class TensorBoardSink(ThreadedSink):
         lines = (f"    {key}: {value}" for key, value in flatten_config(self.run.config))
         self._write_text("config", self.run.last_step, "\n".join(lines))
 
-    def _first_unsure_step(self) -> int:
+    def _first_possibly_missing_step(self) -> int:
         return self.run.last_step if self._has_steps else 0
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -402,7 +402,7 @@ class MlflowSink(ThreadedSink):
             self._last[name] = max(point.step for point in self._client.get_metric_history(run_id, name))
         return True
 
-    def _first_unsure_step(self) -> int:
+    def _first_possibly_missing_step(self) -> int:
         return max(self._last.values(), default=0)
 
     def _write(self, step: int, metrics: Metrics) -> None:

@@ -20,7 +20,7 @@ from mrl.core.metrics import Metrics
 from mrl.core.run_errors import UnhealthyRunError
 
 BASELINE_STEPS = 3  # number of steps with which later steps are compared: the first steps that trained the actor
-TRAINED = "optim/grad_norm"  # a step has this metric if it trained the actor; steps that warm up the critic lack it
+TRAINED_STEP_METRIC = "optim/grad_norm"  # a step has it if it trained the actor; steps that warm up the critic lack it
 MIN_TRUNCATED_FRACTION = 0.9  # smallest fraction of truncated responses that is a problem
 MIN_FAILED_FRACTION = 0.05  # smallest fraction of responses without a score that is a problem
 ENTROPY_LEFT = 0.05  # an entropy below this fraction of the first steps' entropy has collapsed
@@ -270,7 +270,7 @@ class LearningHealth:
         view = StepView(now=metrics, first=tuple(self.first), settings=self.settings, best=self._best)
         if metrics.get("reward/mean", -math.inf) > self._best.get("reward/mean", -math.inf):
             self._best = metrics
-        if len(self.first) < BASELINE_STEPS and TRAINED in metrics:
+        if len(self.first) < BASELINE_STEPS and TRAINED_STEP_METRIC in metrics:
             self.first.append(metrics)
         self._checked += 1
         new = [text for name, rule in RULES.items() if (text := self._apply(name, rule, view, step))]
@@ -297,7 +297,7 @@ class LearningHealth:
             self.report(f"{name}: in {len(steps)} of {self._checked} steps, from step {steps[0]} to step {steps[-1]}")
 
 
-def read_first_steps(path: Path, name: str = TRAINED) -> list[Metrics]:
+def read_first_steps(path: Path, name: str = TRAINED_STEP_METRIC) -> list[Metrics]:
     """Return the metrics of the first BASELINE_STEPS steps in a metrics.jsonl that have the metric `name`.
 
     Damaged lines are skipped. Returns [] if there is no file.

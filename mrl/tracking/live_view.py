@@ -39,7 +39,7 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
 SHOWN_STEPS = 24  # number of last steps that are shown
 ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
-SHOWN_PROBLEMS = 5  # largest number of shown warnings and errors: of the driver, and again of all other processes together
+SHOWN_PROBLEMS = 5  # largest number of shown warnings and errors: of the driver, and of all other processes together
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
@@ -207,7 +207,7 @@ class LiveRun:
         return found + [self._process(folder, record, memory) for record in self._registered[1]]
 
     def _process(self, folder: Path, record: ProcessRecord, memory: dict[int, dict[int, int]]) -> ProcessView:
-        name = f"{record.group or 'actor'} {record.rank}" if record.role == "rank" else record.name.replace("_", " ")
+        name = f"{record.model or 'actor'} {record.rank}" if record.role == "rank" else record.name.replace("_", " ")
         activities = read_activities(folder / f"{record.name}.activities")
         use, load, state = None, None, REMOTE
         if record.host == self.host:

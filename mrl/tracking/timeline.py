@@ -292,7 +292,7 @@ class RankWork:
     tokens: int  # tokens of all forward passes
 
     @property
-    def bubble_s(self) -> float:
+    def other_s(self) -> float:
         """Seconds of the passes in which the rank neither computes a micro-batch nor reduces gradients.
 
         With several pipeline stages, the rank mostly waits for other stages during this time.
@@ -337,14 +337,14 @@ def _trainer_sentences(timelines: Sequence[ProcessTimeline], role: str) -> list[
     if not work:
         return []
     passes_s = sum(rank.passes_s for rank in work)
-    computing, reducing, bubble = (
+    computing, reducing, other = (
         percent(sum(getattr(rank, name) for rank in work) / passes_s)
-        for name in ("computing_s", "reducing_s", "bubble_s")
+        for name in ("computing_s", "reducing_s", "other_s")
     )
     has_stages = any(rank.timeline.coords.get("pp", 0) for rank in work)
     found = [
         f"In forward and backward passes, the {role} ranks spend {computing} of the time on micro-batches, {reducing} on "
-        f"gradient reduction and {bubble} on {'waits for other pipeline stages' if has_stages else 'other work'}."
+        f"gradient reduction and {other} on {'waits for other pipeline stages' if has_stages else 'other work'}."
     ]
     stages = defaultdict(list)
     for rank in work:

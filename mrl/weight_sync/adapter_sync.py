@@ -71,16 +71,16 @@ class AdapterSync:
 
     def _push(self, tensors: NamedTensors, version: int) -> SyncReport:
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
-        engines = self._coordinator
-        assert engines is not None, "only rank 0 talks to the engines"
+        coordinator = self._coordinator
+        assert coordinator is not None, "only rank 0 talks to the engines"
         start, matrices = time.perf_counter(), on_host(tensors)
         gathered = time.perf_counter()
-        loaded = set[str]().union(*engines.call_all(self._unload_old_adapters).values())
+        loaded = set[str]().union(*coordinator.call_all(self._unload_old_adapters).values())
         self._remove_unused_folders(loaded)
         name = adapter_name(version, 1 + max(map(push_number, loaded), default=0))
         write_peft(matrices, self._lora, self._model_path, self._folder / name)
-        engines.call_all(lambda engine: engine.load_adapter(name, str(self._folder / name)))
-        engines.call_all(lambda engine: engine.set_weight_version(str(version)))
+        coordinator.call_all(lambda engine: engine.load_adapter(name, str(self._folder / name)))
+        coordinator.call_all(lambda engine: engine.set_weight_version(str(version)))
         self._version, done = version, time.perf_counter()
         written = sum(matrix.nbytes for matrix in matrices.values())
         return SyncReport(
@@ -90,7 +90,7 @@ class AdapterSync:
             buckets=1,
             seconds=done - start,
             engine_seconds=done - gathered,
-            failed=engines.failures,
+            failed=coordinator.failures,
             adapter=name,
         )
 

@@ -28,7 +28,7 @@ RECEIVER_TIMEOUT_FACTOR = 3
 The reason is that the sender may have to wait for another engine before it sends the bucket."""
 
 NO_PUSH = "open"  # replaces the name of the push in a failure_key if the failure belongs to no push
-TRANSPORT_KEY = "transport"  # key of the SharedSlotsSetup or ProcessGroupSetup with which receivers connect to senders
+TRANSPORT_KEY = "transport"  # key of the SharedBuffersSetup or ProcessGroupSetup by which receivers connect to senders
 
 
 class EngineAction(StrEnum):
@@ -41,7 +41,7 @@ class EngineAction(StrEnum):
     LOAD = "load"
 
 
-# Keys of the channel. Engine ranks are numbered over all engines. `push` is the name of one push.
+# Keys of the channel. Engine ranks are numbered over all engines. `push_name` is the name of one push.
 
 
 def rank_info_key(engine_rank: int) -> str:
@@ -69,29 +69,29 @@ def connected_key(engine_rank: int) -> str:
     return f"connected/{engine_rank}"
 
 
-def header_key(push: str, bucket: str) -> str:
+def header_key(push_name: str, bucket: str) -> str:
     """Return the key of a bucket's header. `bucket` is Bucket.key."""
-    return f"{push}/header/{bucket}"
+    return f"{push_name}/header/{bucket}"
 
 
-def chain_header_key(push: str, bucket: str) -> str:
+def chain_header_key(push_name: str, bucket: str) -> str:
     """Return the key of the header that the first rank of a relay chain sets for the other ranks. `bucket` is RelayStep.chain."""
-    return f"{push}/chain/{bucket}"
+    return f"{push_name}/chain/{bucket}"
 
 
-def ack_key(push: str, bucket: str, engine_rank: int) -> str:
+def ack_key(push_name: str, bucket: str, engine_rank: int) -> str:
     """Return the key that an engine rank sets after it has copied a bucket. This acknowledges the bucket."""
-    return f"{push}/ack/{bucket}/{engine_rank}"
+    return f"{push_name}/ack/{bucket}/{engine_rank}"
 
 
-def receipt_key(push: str, engine_rank: int) -> str:
+def receipt_key(push_name: str, engine_rank: int) -> str:
     """Return the key of an engine rank's receipt: a list of the chunks that differ from the sent weights."""
-    return f"{push}/receipt/{engine_rank}"
+    return f"{push_name}/receipt/{engine_rank}"
 
 
-def failure_key(push: str, engine_rank: int) -> str:
+def failure_key(push_name: str, engine_rank: int) -> str:
     """Return the key of the reason why an engine rank is excluded from a push."""
-    return f"{push}/failed/{engine_rank}"
+    return f"{push_name}/failed/{engine_rank}"
 
 
 class ControlChannel:

@@ -153,51 +153,51 @@ class Coordinator:
         self.call_all(EngineControl.end_weight_update)
         self._raise_failures("connect to the senders")
 
-    def begin_push(self, push: str, version: int, base: str | None) -> None:
-        """Pause the engines and tell them to receive the buckets of `push`. Does not wait until the buckets arrive.
+    def begin_push(self, push_name: str, version: int, base_push: str | None) -> None:
+        """Pause the engines and tell them to receive the buckets of `push_name`. Does not wait until the buckets arrive.
 
-        If `base` is the name of an earlier push, this push sends differences from the weights of that push. If `base` is None,
-        this push sends the weights in full.
+        If `base_push` is the name of an earlier push, this push sends differences from the weights of that push. If `base_push`
+        is None, this push sends the weights in full.
         """
         for index in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
-            self._announce_failure(index, push)
-        self.call_all(lambda engine: engine.pause(self.pause_mode), push)
-        self.call_all(EngineControl.begin_weight_update, push)
-        self._send_to_all(dict(action=EngineAction.LOAD, push=push, version=version, base=base), push)
+            self._announce_failure(index, push_name)
+        self.call_all(lambda engine: engine.pause(self.pause_mode), push_name)
+        self.call_all(EngineControl.begin_weight_update, push_name)
+        self._send_to_all(dict(action=EngineAction.LOAD, push=push_name, version=version, base=base_push), push_name)
 
-    def wait_receipts(self, push: str) -> None:
+    def wait_receipts(self, push_name: str) -> None:
         """Wait until every engine has verified its new weights. Raises WeightMismatchError if weights are wrong."""
         wrong: dict[str, list[str]] = {}
         for rank in self.engine_ranks(self.alive):
             index = rank // self.tp
-            if names := self._receive(receipt_key(push, rank), rank, push):
+            if names := self._receive(receipt_key(push_name, rank), rank, push_name):
                 wrong[f"{self.engines[index].url} rank {rank % self.tp}"] = names
         for index in self.alive:
-            self._result(self._last_message[index], index, push)
+            self._result(self._last_message[index], index, push_name)
         if wrong:
-            self.call_all(EngineControl.end_weight_update, push)  # the engines stay paused
+            self.call_all(EngineControl.end_weight_update, push_name)  # the engines stay paused
             named = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in wrong.items())
             raise WeightMismatchError(
                 f"engines do not hold the weights that were sent: {named}. The engines stay out of service."
             )
 
-    def publish(self, push: str, version: int, resume: bool = True) -> None:
+    def publish(self, push_name: str, version: int, resume: bool = True) -> None:
         """Set the weight version of all engines, and resume generation if `resume` is true."""
-        self.call_all(EngineControl.end_weight_update, push)
-        self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
+        self.call_all(EngineControl.end_weight_update, push_name)
+        self.call_all(lambda engine: engine.set_weight_version(str(version)), push_name)
         # With in_place, requests continue with the KV cache of the old weights, so this cache must stay.
         if self.pause_mode is not PauseMode.in_place:
-            self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
+            self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push_name)
         if resume:
-            self.call_all(EngineControl.resume, push)
+            self.call_all(EngineControl.resume, push_name)
 
-    def call_all[T](self, call: Callable[[EngineControl], T], push: str = NO_PUSH) -> dict[int, T]:
+    def call_all[T](self, call: Callable[[EngineControl], T], push_name: str = NO_PUSH) -> dict[int, T]:
         """Run `call` in parallel for all engines that are not excluded; return the results by engine index.
 
         An engine is excluded if its call fails.
         """
         futures = {index: self._pool.submit(call, self.engines[index]) for index in self.alive}
-        results = {index: self._result(future, index, push) for index, future in futures.items()}
+        results = {index: self._result(future, index, push_name) for index, future in futures.items()}
         return {index: result for index, result in results.items() if index not in self.failed}
 
     def close(self) -> None:
@@ -216,47 +216,47 @@ class Coordinator:
         payloads, timeout_s = [_pack_message(json.dumps(message))] * self.tp, timeout_factor * self.timeout_s
         engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_s, selector=selector)
 
-    def _send_to_all(self, message: dict[str, Any], push: str) -> None:
+    def _send_to_all(self, message: dict[str, Any], push_name: str) -> None:
         """Send a message to all engines without waiting for answers. An engine is excluded as soon as its request fails."""
         for index in self.alive:
             future = self._pool.submit(self._send, self.engines[index], message, RECEIVER_TIMEOUT_FACTOR + 1)
-            future.add_done_callback(lambda done, index=index: self._check_future(done, index, push))
+            future.add_done_callback(lambda done, index=index: self._check_future(done, index, push_name))
             self._last_message[index] = future
 
-    def _receive(self, key: str, rank: int, push: str) -> Any:
+    def _receive(self, key: str, rank: int, push_name: str) -> Any:
         """Wait for a value that an engine rank puts on the control channel. Returns None if the engine has failed."""
         assert self._wait_channel is not None, "engines answer on the control channel"
         index = rank // self.tp
         if index in self.failed:
             return None
         try:
-            value = self._wait_channel.get(key, [failure_key(push, rank)])
+            value = self._wait_channel.get(key, [failure_key(push_name, rank)])
         except PeerError as error:
-            return self._exclude(index, error, push)
+            return self._exclude(index, error, push_name)
         self._wait_channel.delete([key])
         return value
 
-    def _result(self, future: Future[Any], index: int, push: str) -> Any:
+    def _result(self, future: Future[Any], index: int, push_name: str) -> Any:
         try:
             return future.result(self.timeout_s)
         except ENGINE_FAILURES as error:
-            return self._exclude(index, error, push)
+            return self._exclude(index, error, push_name)
 
-    def _check_future(self, done: Future[None], index: int, push: str) -> None:
+    def _check_future(self, done: Future[None], index: int, push_name: str) -> None:
         if not done.cancelled() and (error := done.exception()):
-            self._exclude(index, error, push)
+            self._exclude(index, error, push_name)
 
-    def _exclude(self, index: int, error: BaseException, push: str) -> None:
+    def _exclude(self, index: int, error: BaseException, push_name: str) -> None:
         """Exclude an engine from all further requests, and tell the senders not to wait for it."""
         if index not in self.failed:
             self.failed[index] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-            logger.warning("engine %s is excluded from %s: %r", self.engines[index].url, push, error)
-            self._announce_failure(index, push)
+            logger.warning("engine %s is excluded from %s: %r", self.engines[index].url, push_name, error)
+            self._announce_failure(index, push_name)
 
-    def _announce_failure(self, index: int, push: str) -> None:
+    def _announce_failure(self, index: int, push_name: str) -> None:
         if self._failure_channel is not None:
             for rank in self.engine_ranks([index]):
-                self._failure_channel.put(failure_key(push, rank), self.failed[index])
+                self._failure_channel.put(failure_key(push_name, rank), self.failed[index])
 
     def _raise_failures(self, action: str) -> None:
         if self.failed:

@@ -63,8 +63,10 @@ class DiskSync:
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
             self._server_info = common_server_info(urls, timeout_s)
-            self._topology = EngineParallelSizes.of(self._server_info)
-            self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
+            self._parallel_sizes = EngineParallelSizes.of(self._server_info)
+            self._coordinator = Coordinator(
+                urls, self._parallel_sizes.tp, timeout_s, PauseMode.retract, join_channel=None
+            )
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load this folder. All ranks call this.
@@ -101,24 +103,24 @@ class DiskSync:
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
         """Have every engine load the folder, and compare its checksums with `expected`. Returns failed engines: URL -> reason."""
-        engines = self._coordinator
-        assert engines is not None, "only rank 0 talks to the engines"
-        engines.call_all(lambda engine: engine.pause(PauseMode.retract))
-        engines.call_all(lambda engine: engine.update_weights_from_disk(str(folder)))
+        coordinator = self._coordinator
+        assert coordinator is not None, "only rank 0 talks to the engines"
+        coordinator.call_all(lambda engine: engine.pause(PauseMode.retract))
+        coordinator.call_all(lambda engine: engine.update_weights_from_disk(str(folder)))
         if expected:
-            for index, reported in engines.call_all(EngineControl.checksums).items():
-                expected.compare(reported, engines.engines[index].url)
-        engines.call_all(lambda engine: engine.set_weight_version(str(version)))
-        engines.call_all(lambda engine: engine.flush_cache(engines.timeout_s))
+            for index, reported in coordinator.call_all(EngineControl.checksums).items():
+                expected.compare(reported, coordinator.engines[index].url)
+        coordinator.call_all(lambda engine: engine.set_weight_version(str(version)))
+        coordinator.call_all(lambda engine: engine.flush_cache(coordinator.timeout_s))
         if resume:
-            engines.call_all(EngineControl.resume)
-        return engines.failures
+            coordinator.call_all(EngineControl.resume)
+        return coordinator.failures
 
     def _expected_checksums(self) -> ExpectedChecksums | None:
         """Return a new ExpectedChecksums. If the engines are on GPUs, return None: the trainer cannot compute their checksums."""
         if self._server_info["device"] != "cpu":
             return None
-        return ExpectedChecksums(self._layout_of(self._topology), getattr(torch, self._server_info["dtype"]))
+        return ExpectedChecksums(self._layout_of(self._parallel_sizes), getattr(torch, self._server_info["dtype"]))
 
     def _remove_old_versions(self) -> None:
         versions = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
@@ -143,7 +145,7 @@ class ExpectedChecksums:
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
         """`dtype`: the dtype in which the engine computes. Some of its parameters have other dtypes, as `layout` says."""
         self._layout, self._dtype = layout, str(dtype).removeprefix("torch.")
-        ranks = range(layout.topology.tp)
+        ranks = range(layout.parallel_sizes.tp)
         self._shapes = [layout.param_shapes(rank) for rank in ranks]
         self._shards: list[dict[str, list[EngineShard]]] = [{} for _ in ranks]  # by rank, by Hugging Face name
         for rank, by_name in enumerate(self._shards):

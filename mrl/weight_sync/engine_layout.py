@@ -68,35 +68,35 @@ class EngineShard:
         return Box(starts, (1,) * stacked_dims + part.sizes)
 
 
-def check_heads(arch: Architecture, topology: EngineParallelSizes) -> None:
+def check_heads(arch: Architecture, parallel_sizes: EngineParallelSizes) -> None:
     """Raise ValueError if the model's attention heads cannot be divided evenly over the ranks of an engine."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
-    ranks = topology.tp // topology.dp
+    ranks = parallel_sizes.tp // parallel_sizes.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
-            f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-            "evenly; use a number of ranks that divides the query heads, and that divides the key/value heads or is a multiple "
-            "of them."
+            f"rollout.engine_tp={parallel_sizes.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value "
+            "heads evenly; use a number of ranks that divides the query heads, and that divides the key/value heads or is a "
+            "multiple of them."
         )
     for name, count in arch.recurrent_heads.items():
         if count % ranks:
             raise ValueError(
-                f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {name}={count} evenly; use a number of ranks that "
-                "divides it."
+                f"rollout.engine_tp={parallel_sizes.tp}: {ranks} ranks cannot share {name}={count} evenly; use a number of "
+                "ranks that divides it."
             )
 
 
-def check_expert_biases(arch: Architecture, topology: EngineParallelSizes) -> None:
+def check_expert_biases(arch: Architecture, parallel_sizes: EngineParallelSizes) -> None:
     """Raise ValueError if several engine ranks would share an expert whose down projection has a bias.
 
     SGLang then sets the bias to zero on all but the first of these ranks.
     """
-    ranks = topology.tp // topology.ep
+    ranks = parallel_sizes.tp // parallel_sizes.ep
     if "moe_bias" in arch.parts and ranks > 1:
         raise ValueError(
-            f"rollout.engine_tp={topology.tp} with sglang.ep_size={topology.ep}: {ranks} engine ranks would share each expert. "
-            "Only the first of them may add the bias of the down projection, but trainers send this bias to all ranks; set "
-            f"sglang.ep_size={topology.tp}, or weight_sync.transport=disk."
+            f"rollout.engine_tp={parallel_sizes.tp} with sglang.ep_size={parallel_sizes.ep}: {ranks} engine ranks would share "
+            "each expert. Only the first of them may add the bias of the down projection, but trainers send this bias to all "
+            f"ranks; set sglang.ep_size={parallel_sizes.tp}, or weight_sync.transport=disk."
         )
 
 
@@ -107,8 +107,8 @@ class EngineLayout:
     rows: Sequence[ParamMapping]  # the family's table, expanded to all layers and experts of the model
     sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
     # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that are fused into this parameter
-    fusions: dict[str, tuple[str, ...]]
-    topology: EngineParallelSizes
+    fused_params: dict[str, tuple[str, ...]]
+    parallel_sizes: EngineParallelSizes
     kv_heads: int  # number of key/value heads of the model
     num_experts: int
     float32_suffixes: tuple[str, ...] = ()  # suffixes of SGLang parameters that are float32 in every engine
@@ -121,16 +121,16 @@ class EngineLayout:
     ] = ()  # rows of a trained MTP layer; `rows` has them only for engines with a draft model
 
     @classmethod
-    def of(cls, family: Family, arch: Architecture, topology: EngineParallelSizes) -> EngineLayout:
+    def of(cls, family: Family, arch: Architecture, parallel_sizes: EngineParallelSizes) -> EngineLayout:
         """Return the layout of a model in an engine with these parallel sizes."""
-        check_heads(arch, topology)
+        check_heads(arch, parallel_sizes)
         rows = family.param_mappings(arch)
         draft_prefixes = family.mtp.draft_prefixes(arch.num_layers) if family.mtp and arch.mtp_layers else {}
         return cls(
             [row for row in rows if not row.megatron.startswith((VISION_PREFIX, MTP_PREFIX))],
             arch.sizes,
-            family.fusions(arch),
-            topology,
+            family.fused_params_of(arch),
+            parallel_sizes,
             arch.transformer["num_query_groups"],
             arch.num_experts,
             family.engine_float32,
@@ -163,7 +163,7 @@ class EngineLayout:
     @cached_property
     def _fused_suffix_of(self) -> dict[str, str]:
         """Suffix of a Hugging Face tensor -> suffix of the SGLang parameter into which the tensor is fused."""
-        return {part: fused for fused, parts in self.fusions.items() for part in parts}
+        return {part: fused for fused, parts in self.fused_params.items() for part in parts}
 
     @cached_property
     def engine_names(self) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -193,7 +193,7 @@ class EngineLayout:
         for start in range(len(path)):
             if fused := self._fused_suffix_of.get(".".join(path[start:])):
                 prefix = "".join(f"{part}." for part in path[:start])
-                parts = tuple(prefix + part.replace("{expert}", str(expert)) for part in self.fusions[fused])
+                parts = tuple(prefix + part.replace("{expert}", str(expert)) for part in self.fused_params[fused])
                 return prefix + fused, parts
         return name, (name,)
 
@@ -230,7 +230,7 @@ class EngineLayout:
 
     @cached_property
     def _param_shapes_by_rank(self) -> list[dict[str, tuple[int, ...]]]:
-        return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.topology.tp)]
+        return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.parallel_sizes.tp)]
 
     def _derive_shards(self, rank: int) -> list[EngineShard]:
         shards: list[EngineShard] = []
@@ -255,9 +255,9 @@ class EngineLayout:
         return shapes
 
     def _shards_of(self, name: str, rank: int) -> list[EngineShard]:
-        """Return the shard of each section of tensor `name` on rank `rank`. Returns [] for experts that the rank does not have.
+        """Return the shards of tensor `name` on rank `rank`. Returns [] for experts that the rank does not have.
 
-        Most tensors have a single section (see ParamMapping.shapes).
+        A tensor has one shard, or one for each part that it concatenates (see ParamMapping.shapes).
         """
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
@@ -285,47 +285,50 @@ class EngineLayout:
                 raise ValueError(f"an engine rank has {num_columns} columns, not a multiple of {BLOCK}")
         except ValueError as error:
             raise ValueError(
-                f"sglang.quantization=fp8 with rollout.engine_tp={self.topology.tp}: {shard.name} does not fit the blocks of "
-                f"{BLOCK} x {BLOCK} weights: {error}; use a smaller rollout.engine_tp or engines without quantization."
+                f"sglang.quantization=fp8 with rollout.engine_tp={self.parallel_sizes.tp}: {shard.name} does not fit the "
+                f"blocks of {BLOCK} x {BLOCK} weights: {error}; use a smaller rollout.engine_tp or engines without "
+                "quantization."
             ) from None
         start = (*shard.start[:-2], rows_before // BLOCK, 0)
         return EngineShard(shard.name + SCALE_SUFFIX, box, shard.param + SCALE_SUFFIX, start)
 
     @property
     def _experts_per_group(self) -> int:
-        return max(1, self.num_experts // self.topology.ep)
+        return max(1, self.num_experts // self.parallel_sizes.ep)
 
     def _expert_group(self, rank: int) -> int:
-        return rank // (self.topology.tp // self.topology.ep)
+        return rank // (self.parallel_sizes.tp // self.parallel_sizes.ep)
 
     def _boxes(self, name: str, rank: int) -> list[Box]:
-        """Return the part of each section of the Hugging Face tensor `name` that rank `rank` holds."""
+        """Return what rank `rank` holds of each concatenated part of the Hugging Face tensor `name`."""
         row = self.row_of[name]
-        sections = row.sections(self.sizes)[name]
+        concatenated = row.concatenated_boxes(self.sizes)[name]
         if row.axis is None or row.replicated_in_engine:
-            return sections
+            return concatenated
         ranks = self._num_shards(row)
         rank %= ranks
         if isinstance(row, VocabMapping):
             rows = self._padded_vocab_rows(name, ranks)
-            return [section.narrow(0, rank * rows, (rank + 1) * rows) for section in sections]
+            return [box.narrow(0, rank * rows, (rank + 1) * rows) for box in concatenated]
         boxes = []
-        for index, section in enumerate(sections, start=row.first_section(name)):
+        for index, box in enumerate(concatenated, start=row.first_shape_index(name)):
             part, parts = rank, ranks
             is_key_or_value = row.shapes[index][row.axis] == "kv"
             if is_key_or_value and ranks > self.kv_heads:  # several ranks then hold a copy of each head
                 part, parts = rank // (ranks // self.kv_heads), self.kv_heads
-            if (size := section.sizes[row.axis]) % parts:
-                raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
-            boxes.append(row.rank_box(section, part, parts))
+            if (size := box.sizes[row.axis]) % parts:
+                raise ValueError(
+                    f"rollout.engine_tp={self.parallel_sizes.tp} does not divide the {size} rows of {name}."
+                )
+            boxes.append(row.rank_box(box, part, parts))
         return boxes
 
     def _num_shards(self, row: ParamMapping) -> int:
         """Return the number of ranks over which the tensors of this row are sharded. The embedding is sharded like attention."""
         if row.expert is not None:
-            return self.topology.tp // self.topology.ep
+            return self.parallel_sizes.tp // self.parallel_sizes.ep
         in_attention = ".self_attention." in row.megatron or row.megatron == EMBEDDING_WEIGHT
-        return self.topology.tp // self.topology.dp if in_attention else self.topology.tp
+        return self.parallel_sizes.tp // self.parallel_sizes.dp if in_attention else self.parallel_sizes.tp
 
     def _padded_vocab_rows(self, name: str, ranks: int) -> int:
         """Return the number of vocabulary rows on one rank, including padding."""

@@ -46,8 +46,8 @@ from mrl.weight_sync.transports import (
     ProcessGroupEndpoint,
     ProcessGroupSetup,
     RecvEndpoint,
-    SharedSlotsRecvEndpoint,
-    SharedSlotsSetup,
+    SharedBuffersRecvEndpoint,
+    SharedBuffersSetup,
     location_of,
 )
 from parallel import spans
@@ -175,16 +175,18 @@ def _equals_file(weights: HFWeights, chunk: TensorChunk, in_model: Tensor) -> bo
 def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Connect to the senders."""
     session = _current_session()
-    setup: SharedSlotsSetup | ProcessGroupSetup = session.channel.get(TRANSPORT_KEY)
-    if isinstance(setup, SharedSlotsSetup):
-        session.recv_endpoint = SharedSlotsRecvEndpoint({b.sender: setup.handles[b.sender] for b, _ in session.buckets})
+    setup: SharedBuffersSetup | ProcessGroupSetup = session.channel.get(TRANSPORT_KEY)
+    if isinstance(setup, SharedBuffersSetup):
+        session.recv_endpoint = SharedBuffersRecvEndpoint(
+            {b.sender: setup.handles[b.sender] for b, _ in session.buckets}
+        )
     else:
-        # A slot is a memory area for one bucket. This rank copies a bucket before it receives the next one, so one slot suffices.
-        slot_bytes = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
+        # One transfer buffer suffices, because this rank copies a bucket before it receives the next one.
+        buffer_bytes = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
         engine, tp_rank = divmod(session.engine_rank, setup.engine_tp)
         rank, device = setup.num_senders + tp_rank, next(model.parameters()).device
         session.recv_endpoint = ProcessGroupEndpoint(
-            session.channel.store, setup, rank, [engine], slot_bytes, device, num_slots=1
+            session.channel.store, setup, rank, [engine], buffer_bytes, device, num_buffers=1
         )
     session.channel.put(connected_key(session.engine_rank), None)
 
@@ -193,21 +195,21 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Receive every bucket of a push. Then compare the checksums of the model's weights with the checksums from the senders."""
     from sglang.srt.model_loader.loader import post_load_weights  # can be imported only inside SGLang
 
-    session, push = _current_session(), message["push"]
+    session, push_name = _current_session(), message["push"]
     assert session.recv_endpoint is not None, "weights arrive before this rank has connected to the senders"
     global _weights_were_pushed
     _weights_were_pushed = True
-    session.verified_push, base, parameters = None, session.verified_push, _parameters(model)
-    failure = failure_key(push, session.engine_rank)
+    session.verified_push, base_push, parameters = None, session.verified_push, _parameters(model)
+    failure = failure_key(push_name, session.engine_rank)
     for bucket, destinations in session.buckets:
         with spans.span("wait for a sender", "weight_sync", bucket=bucket.index):
-            header: BucketHeader = session.channel.get(header_key(push, bucket.key), [failure])
+            header: BucketHeader = session.channel.get(header_key(push_name, bucket.key), [failure])
         with spans.span("receive bucket", "weight_sync", bucket=bucket.index, bytes=header.nbytes):
             data = session.recv_endpoint.receive(bucket.sender, bucket.index, header.nbytes)
             if header.encoding == "delta":
-                if base != message["base"]:
+                if base_push != message["base"]:
                     raise ValueError(
-                        f"the engine received the difference from {message['base']}, but it holds the weights of {base}."
+                        f"the engine received the difference from {message['base']}, but it holds the weights of {base_push}."
                     )
                 _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
             else:
@@ -215,7 +217,7 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
                     _view(parameters, destination).copy_(chunk.view(destination.box.sizes))
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()  # after the acknowledgement, the sender may overwrite `data`
-        session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
+        session.channel.put(ack_key(push_name, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
     for name, parameter in parameters.items():
         if name.endswith(KV_CACHE_SCALES):
@@ -225,8 +227,8 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     with spans.span("verify weights", "weight_sync"):
         wrong = _wrong_chunks(session, parameters)
     spans.begin_step(message["version"] + 1)  # the engine now samples for the step after this weight version
-    session.verified_push = None if wrong else push
-    session.channel.put(receipt_key(push, session.engine_rank), wrong)
+    session.verified_push = None if wrong else push_name
+    session.channel.put(receipt_key(push_name, session.engine_rank), wrong)
 
 
 def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from models.conversion.mapping import Box
 from mrl.weight_sync.control_channel import ControlChannel, ack_key, chain_header_key, failure_key, header_key
 from mrl.weight_sync.transfer_plan import Bucket, RelayStep
-from mrl.weight_sync.transports import NUM_SLOTS, SendEndpoint
+from mrl.weight_sync.transports import NUM_TRANSFER_BUFFERS, SendEndpoint
 from parallel.spans import span
 
 ZSTD_LEVEL = 1  # the lowest of 22 levels; a higher level takes more time than it saves on a network
@@ -68,49 +68,49 @@ class BucketSender:
     _last_sent: dict[int, Tensor] = field(default_factory=dict)  # Bucket.index -> bytes of the bucket in the last push
     _failed: set[int] = field(default_factory=set)  # engine ranks that are excluded from the push
 
-    def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
+    def send_all(self, push_name: str, read: ReadTensor, full: bool) -> SendStats:
         """Send every bucket. If `full` is true, send the weights themselves, not their difference from the last push."""
         stats, self._failed = SendStats(), set()
         with torch.no_grad():
             for bucket in self.buckets:
-                if bucket.index >= NUM_SLOTS:
-                    self._wait_acks(push, self.buckets[bucket.index - NUM_SLOTS], stats)
+                if bucket.index >= NUM_TRANSFER_BUFFERS:
+                    self._wait_acks(push_name, self.buckets[bucket.index - NUM_TRANSFER_BUFFERS], stats)
                 with span("send bucket", "weight_sync", bucket=bucket.index, bytes=bucket.nbytes):
-                    self._send(push, bucket, read, full, stats)
-        for bucket in self.buckets[-NUM_SLOTS:]:
-            self._wait_acks(push, bucket, stats)
+                    self._send(push_name, bucket, read, full, stats)
+        for bucket in self.buckets[-NUM_TRANSFER_BUFFERS:]:
+            self._wait_acks(push_name, bucket, stats)
         return stats
 
-    def _send(self, push: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
-        slot = self.send_endpoint.slots[bucket.index % NUM_SLOTS]
-        checksums = fill_buffer(slot, bucket, read)
+    def _send(self, push_name: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
+        buffer = self.send_endpoint.transfer_buffers[bucket.index % NUM_TRANSFER_BUFFERS]
+        checksums = fill_buffer(buffer, bucket, read)
         nbytes, encoding = bucket.nbytes, "raw"
         if self.delta:
-            raw = slot[:nbytes].cpu().clone()
+            raw = buffer[:nbytes].cpu().clone()
             packed = None if full else encode_delta(raw, self._last_sent[bucket.index], bucket)
             self._last_sent[bucket.index] = raw
             if packed is not None:
                 nbytes, encoding = len(packed), "delta"
-                slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+                buffer[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
         # The header goes first, because a rank receives the bucket only after it has read the header. With NCCL, the first
         # send to a rank blocks until that rank receives.
-        self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
+        self.channel.put(header_key(push_name, bucket.key), BucketHeader(nbytes, checksums, encoding))
         self.send_endpoint.send(bucket.index, nbytes, receivers)
         stats.sent_bytes += nbytes * len(receivers)
         stats.uncompressed_bytes += bucket.nbytes * len(receivers)
         stats.messages += len(receivers)
 
-    def _wait_acks(self, push: str, bucket: Bucket, stats: SendStats) -> None:
-        """Wait until every receiver has copied the bucket out of its slot."""
+    def _wait_acks(self, push_name: str, bucket: Bucket, stats: SendStats) -> None:
+        """Wait until every receiver has copied the bucket out of its transfer buffer."""
         start = time.perf_counter()
-        acks = {rank: ack_key(push, bucket.key, rank) for rank in bucket.receivers}
+        acks = {rank: ack_key(push_name, bucket.key, rank) for rank in bucket.receivers}
         with span("wait for engines", "weight_sync", bucket=bucket.index):
             for rank, ack in acks.items():
-                if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push, rank)):
+                if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push_name, rank)):
                     self._failed.add(rank)
                     self.send_endpoint.exclude(rank)
-        self.channel.delete([header_key(push, bucket.key), *acks.values()])
+        self.channel.delete([header_key(push_name, bucket.key), *acks.values()])
         stats.waited_s += time.perf_counter() - start
 
 
@@ -124,50 +124,50 @@ class RelaySender(BucketSender):
     """
 
     steps: Sequence[RelayStep] = ()  # one for each of `buckets`
-    # Index of a slot -> unfinished sends of this slot to the next trainer rank
+    # Index of a transfer buffer -> unfinished sends of this buffer to the next trainer rank
     _forwarding: dict[int, list[dist.Work]] = field(default_factory=dict)
     _chain_headers: list[str] = field(default_factory=list)  # keys that this rank set in the last push
 
-    def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
+    def send_all(self, push_name: str, read: ReadTensor, full: bool) -> SendStats:
         """Process every step. `full` must be true, because an engine that shares its GPU does not keep the last weights."""
         assert full and not self.delta, "engines that share their GPUs receive all weights, not differences"
         # Every rank must take part in the first operation of an NCCL group. item() waits until all ranks have left the last push.
-        dist.all_reduce(ranks := torch.ones(1, device=self.send_endpoint.slots[0].device))
+        dist.all_reduce(ranks := torch.ones(1, device=self.send_endpoint.transfer_buffers[0].device))
         assert int(ranks.item()) == dist.get_world_size(), "every trainer rank takes part in a push"
         self.channel.delete(self._chain_headers)
         self._chain_headers.clear()
-        stats = super().send_all(push, read, full)
-        for slot in list(self._forwarding):
-            self._finish_forwarding(slot)
+        stats = super().send_all(push_name, read, full)
+        for buffer_index in list(self._forwarding):
+            self._finish_forwarding(buffer_index)
         return stats
 
-    def _send(self, push: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
-        step, slot = self.steps[bucket.index], bucket.index % NUM_SLOTS
-        self._finish_forwarding(slot)
-        data, header = self.send_endpoint.slots[slot][: bucket.nbytes], None
+    def _send(self, push_name: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
+        step, buffer_index = self.steps[bucket.index], bucket.index % NUM_TRANSFER_BUFFERS
+        self._finish_forwarding(buffer_index)
+        data, header = self.send_endpoint.transfer_buffers[buffer_index][: bucket.nbytes], None
         if step.previous is None:
             header = BucketHeader(bucket.nbytes, fill_buffer(data, bucket, read))
             if step.next is not None:
                 # The header is set before the bytes are sent, so that the next ranks find it when the bytes arrive.
-                self._chain_headers.append(chain_header_key(push, step.chain))
+                self._chain_headers.append(chain_header_key(push_name, step.chain))
                 self.channel.put(self._chain_headers[-1], header)
         else:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, step.previous)]):
                 work.wait()
         if step.next is not None:
-            self._forwarding[slot] = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, step.next)])
+            self._forwarding[buffer_index] = dist.batch_isend_irecv([dist.P2POp(dist.isend, data, step.next)])
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
         if receivers:
-            self.send_endpoint.send(bucket.index, bucket.nbytes, receivers)  # waits until the bytes are in the slot
-            header = header or self.channel.get(chain_header_key(push, step.chain))
-            self.channel.put(header_key(push, bucket.key), header)
+            self.send_endpoint.send(bucket.index, bucket.nbytes, receivers)  # waits until the bytes are in the buffer
+            header = header or self.channel.get(chain_header_key(push_name, step.chain))
+            self.channel.put(header_key(push_name, bucket.key), header)
             stats.sent_bytes += bucket.nbytes
             stats.uncompressed_bytes += bucket.nbytes
             stats.messages += 1
 
-    def _finish_forwarding(self, slot: int) -> None:
-        """Wait until the next rank has the bytes of this slot. On a GPU, only the current stream waits."""
-        for work in self._forwarding.pop(slot, []):
+    def _finish_forwarding(self, buffer_index: int) -> None:
+        """Wait until the next rank has the bytes of this transfer buffer. On a GPU, only the current stream waits."""
+        for work in self._forwarding.pop(buffer_index, []):
             work.wait()
 
 

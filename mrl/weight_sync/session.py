@@ -57,8 +57,8 @@ from mrl.weight_sync.transports import (
     ProcessGroupEndpoint,
     ProcessGroupSetup,
     SendEndpoint,
+    SharedBuffersSetup,
     SharedMemorySendEndpoint,
-    SharedSlotsSetup,
     location_of,
 )
 from parallel.device import backend, device
@@ -148,18 +148,20 @@ class LiveSync:
         """
         assert version >= self._version, f"weight versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
-        base = self._verified_push if self._delta and not engines_offloaded else None
+        base_push = self._verified_push if self._delta and not engines_offloaded else None
         with span("begin push", "weight_sync", version=version):
-            push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
+            push_name = self._ranks.on_rank_0(lambda: self._begin_push(version, base_push))
         begun = time.perf_counter()
-        stats = self.sender.send_all(push, self._reader(), full=base is None)
+        stats = self.sender.send_all(push_name, self._reader(), full=base_push is None)
         sent = time.perf_counter()
         with span("finish push", "weight_sync", version=version):
             failed, must_repeat = self._ranks.on_rank_0(
-                lambda: self._finish_push(push, version, is_delta=base is not None, resume=not engines_offloaded)
+                lambda: self._finish_push(
+                    push_name, version, is_delta=base_push is not None, resume=not engines_offloaded
+                )
             )
         done = time.perf_counter()
-        self._version, self._verified_push = version, None if failed or must_repeat else push
+        self._version, self._verified_push = version, None if failed or must_repeat else push_name
         return SyncReport(
             bytes=stats.sent_bytes,
             uncompressed_bytes=stats.uncompressed_bytes,
@@ -176,14 +178,14 @@ class LiveSync:
         read = negative_exp_reader(read, self._negative_exp) if self._negative_exp else read
         return quantizing_reader(read, self._quantized) if self._quantized else read
 
-    def _begin_push(self, version: int, base: str | None) -> str:
+    def _begin_push(self, version: int, base_push: str | None) -> str:
         """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
         assert self._coordinator is not None, "only rank 0 talks to the engines"
-        push = f"push/{version}/{uuid.uuid4().hex[:8]}"
-        self._coordinator.begin_push(push, version, base)
-        return push
+        push_name = f"push/{version}/{uuid.uuid4().hex[:8]}"
+        self._coordinator.begin_push(push_name, version, base_push)
+        return push_name
 
-    def _finish_push(self, push: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
+    def _finish_push(self, push_name: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
         """Wait until the engines have verified the weights, and have the engines serve `version`. Only rank 0 calls this.
 
         Returns URL -> reason for each engine that failed, and whether the version must be pushed again in full.
@@ -191,8 +193,8 @@ class LiveSync:
         assert self._coordinator is not None, "only rank 0 talks to the engines"
         must_repeat = False
         try:
-            self._coordinator.wait_receipts(push)
-            self._coordinator.publish(push, version, resume)
+            self._coordinator.wait_receipts(push_name)
+            self._coordinator.publish(push_name, version, resume)
         except WeightMismatchError as error:
             if not is_delta:
                 raise
@@ -257,7 +259,7 @@ class _SessionInfo:
     """A session that rank 0 has begun with all engines."""
 
     connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
-    topology: EngineParallelSizes
+    parallel_sizes: EngineParallelSizes
     infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
     with_draft: bool  # whether the draft models of the engines get the weights of the MTP layer
 
@@ -266,7 +268,7 @@ class _SessionInfo:
 class _SenderPart:
     """One trainer rank's part of the plan."""
 
-    buckets: list[Bucket]  # buckets that this rank puts into its slots, in order
+    buckets: list[Bucket]  # buckets that this rank puts into its transfer buffers, in order
     # One relay step for each bucket. None: there are no relays, and this rank sends its buckets directly to the receivers
     steps: list[RelayStep] | None = None
     block_scales: bool = False  # whether matrices are sent in FP8 with block scales
@@ -328,7 +330,7 @@ class _SessionOpener:
     def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
         info = common_server_info(self.urls, self.settings.timeout_s)
-        topology = EngineParallelSizes.of(info)
+        parallel_sizes = EngineParallelSizes.of(info)
         trains_mtp = any(row.megatron.startswith(MTP_PREFIX) for row in self.weights.rows)
         with_draft = trains_mtp and bool(info.get("speculative_algorithm"))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
@@ -336,10 +338,12 @@ class _SessionOpener:
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
         connection = dict(address=address, port=port, session=session)
         join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
-        self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, PauseMode(self.settings.pause_mode), join)
+        self.coordinator = Coordinator(
+            self.urls, parallel_sizes.tp, timeout_s, PauseMode(self.settings.pause_mode), join
+        )
         self.stack.callback(self.coordinator.close)
         message = dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s)
-        return _SessionInfo(connection, topology, self.coordinator.begin_session(message, with_draft), with_draft)
+        return _SessionInfo(connection, parallel_sizes, self.coordinator.begin_session(message, with_draft), with_draft)
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
@@ -365,8 +369,8 @@ class _SessionOpener:
         Only rank 0 calls this.
         """
         assert self.coordinator is not None, "only rank 0 talks to the engines"
-        infos, tp = self.session.infos, self.session.topology.tp
-        parameters, layout = infos[0].parameters, layout_of(self.session.topology)
+        infos, tp = self.session.infos, self.session.parallel_sizes.tp
+        parameters, layout = infos[0].parameters, layout_of(self.session.parallel_sizes)
         layout = layout.with_draft() if self.session.with_draft else layout
         layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
         layout = layout.with_block_scales() if any(name.endswith(SCALE_SUFFIX) for name in parameters) else layout
@@ -392,29 +396,29 @@ class _SessionOpener:
         self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]
     ) -> SendEndpoint:
         """Open this rank's endpoint of the transport, while the engines open their endpoints."""
-        slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
+        buffer_bytes = max((bucket.nbytes for bucket in buckets), default=0)
         if choice.transport is Transport.process_group:
-            send_endpoint = self._open_process_group(choice, channel, slot_bytes)
+            send_endpoint = self._open_process_group(choice, channel, buffer_bytes)
         else:
-            send_endpoint = self._open_shared_slots(choice.transport, channel, slot_bytes)
+            send_endpoint = self._open_shared_buffers(choice.transport, channel, buffer_bytes)
         self.ranks.on_rank_0(self._wait_connected)
         send_endpoint.on_connected()
         return send_endpoint
 
-    def _open_shared_slots(self, transport: Transport, channel: ControlChannel, slot_bytes: int) -> SendEndpoint:
+    def _open_shared_buffers(self, transport: Transport, channel: ControlChannel, buffer_bytes: int) -> SendEndpoint:
         kind = SharedMemorySendEndpoint if transport is Transport.shared_memory else CudaIpcSendEndpoint
         ends: list[SharedMemorySendEndpoint | CudaIpcSendEndpoint] = []
 
         def allocate() -> Any:
-            ends.append(kind(slot_bytes))
+            ends.append(kind(buffer_bytes))
             self.stack.callback(ends[0].close)
             return ends[0].handle()
 
         handles = dict(enumerate(self.ranks.on_every_rank(allocate)))
-        self.ranks.on_rank_0(lambda: self._connect_receivers(channel, SharedSlotsSetup(handles)))
+        self.ranks.on_rank_0(lambda: self._connect_receivers(channel, SharedBuffersSetup(handles)))
         return ends[0]
 
-    def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEndpoint:
+    def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, buffer_bytes: int) -> SendEndpoint:
         setup = ProcessGroupSetup(
             name=f"mrl_weights_{self.session.connection['session']}",
             backend=backend(),
@@ -427,7 +431,7 @@ class _SessionOpener:
 
         def join() -> None:
             engines = range(choice.num_engines)
-            ends.append(ProcessGroupEndpoint(channel.store, setup, self.ranks.rank, engines, slot_bytes, device()))
+            ends.append(ProcessGroupEndpoint(channel.store, setup, self.ranks.rank, engines, buffer_bytes, device()))
             self.stack.callback(ends[0].close)
 
         self.ranks.on_rank_0(lambda: self._connect_receivers(channel, setup))
@@ -438,7 +442,7 @@ class _SessionOpener:
             raise
         return ends[0]
 
-    def _connect_receivers(self, channel: ControlChannel, setup: SharedSlotsSetup | ProcessGroupSetup) -> None:
+    def _connect_receivers(self, channel: ControlChannel, setup: SharedBuffersSetup | ProcessGroupSetup) -> None:
         assert self.coordinator is not None, "only rank 0 talks to the engines"
         channel.put(TRANSPORT_KEY, setup)
         self.coordinator.connect_receivers()

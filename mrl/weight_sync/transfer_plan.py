@@ -27,7 +27,7 @@ from parallel.dims import ParallelDims
 
 ALIGNMENT = 16  # bytes; every chunk starts at a multiple of this, so that it can be viewed as any dtype
 MIN_CHUNK_BYTES = 1 << 20  # tensors are cut to balance the senders, but not into smaller chunks than this
-CHUNKS_PER_SENDER = 16  # the size limit of chunks: 1/16 of the average bytes per sender, or MIN_CHUNK_BYTES if that is more
+CHUNKS_PER_SENDER = 16  # size limit of chunks: 1/16 of the average bytes per sender, at least MIN_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def compile_transfer_plan(
     """
     if layout.block_scales:
         trainer = {**trainer, **scale_shards(trainer, layout.rows, layout.sizes)}
-    tp = layout.topology.tp
+    tp = layout.parallel_sizes.tp
     engine = tuple(layout.shards(rank) for rank in range(tp))
     min_bytes = sum(shard.box.numel * dtype_of(shard.param)[1] for shards in engine for shard in shards)
     num_senders = len({rank for shards in trainer.values() for shard in shards for rank in shard.ranks})
@@ -348,7 +348,7 @@ class RelayStep:
     """What one trainer rank does in the chain of trainer ranks through which a bucket travels.
 
     The chain begins with the bucket's sender and has all trainer ranks that share GPUs with receivers of the bucket. Each rank
-    gets the bytes from the previous rank, sends them to the next, and keeps them in a slot for the engine rank on its own GPU.
+    gets the bytes from the previous rank, passes them on, and keeps them in a transfer buffer for the engine rank on its GPU.
     """
 
     # The bucket as the engine rank on this GPU sees it: this trainer rank is the sender, `index` counts the steps of this rank,

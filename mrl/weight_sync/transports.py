@@ -1,13 +1,13 @@
 """Transports: how a bucket gets from its sender (a trainer rank) to its receivers (engine ranks).
 
-A transfer slot, here called slot, is a memory area of a sender that holds one bucket. A sender writes its buckets alternately
-into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. The location of the weights
-decides how the bytes reach the receivers:
+A transfer buffer is a memory area of a sender that holds one bucket. A sender writes its buckets alternately into two transfer
+buffers. It reuses a transfer buffer after all receivers have acknowledged the bucket in this buffer. The location of the
+weights decides how the bytes reach the receivers:
 
-- On the CPUs of one machine, the receivers map the slots into their own processes (shared memory).
+- On the CPUs of one machine, the receivers map the transfer buffers into their own processes (shared memory).
 - If every engine rank shares its GPU with a trainer rank, the bytes travel in two hops. First, the trainer ranks pass the bucket
-  on to each other. Then each engine rank reads the bucket from a slot of the trainer rank on its own GPU (CUDA IPC), because an
-  engine sees only its own GPUs.
+  on to each other. Then each engine rank reads the bucket from a transfer buffer of the trainer rank on its own GPU (CUDA IPC),
+  because an engine sees only its own GPUs.
 - Otherwise, the senders send the bytes through process groups of torch.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport in
@@ -39,8 +39,8 @@ from mrl.core.code_locations import environment_variables
 from mrl.weight_sync.transfer_plan import ProcessLocation
 
 logger = logging.getLogger(__name__)
-NUM_SLOTS = 2  # transfer slots of each sender
-SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain slots
+NUM_TRANSFER_BUFFERS = 2  # transfer buffers of each sender
+SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain transfer buffers
 NCCL_TIMEOUT_FACTOR = 24
 """NCCL's own timeout, as a multiple of weight_sync.timeout_s. All waits of a push are shorter, so it ends no process."""
 
@@ -67,17 +67,17 @@ class SendEndpoint(Protocol):
     """A sender's endpoint of a transport."""
 
     @property
-    def slots(self) -> Sequence[Tensor]:
-        """The slots of the sender, each a uint8 tensor [bytes]."""
+    def transfer_buffers(self) -> Sequence[Tensor]:
+        """The transfer buffers of the sender, each a uint8 tensor [bytes]."""
 
     def handle(self) -> Any:
-        """Return what a receiver needs to map the slots. The value can be pickled."""
+        """Return what a receiver needs to map the transfer buffers. The value can be pickled."""
 
     def on_connected(self) -> None:
-        """Called once, after every receiver has mapped the slots."""
+        """Called once, after every receiver has mapped the transfer buffers."""
 
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
-        """Start to send bucket `index`, the first `nbytes` bytes of its slot, to the engine ranks `receivers`.
+        """Start to send bucket `index`, the first `nbytes` bytes of its transfer buffer, to the engine ranks `receivers`.
 
         Does not wait until the bytes arrive.
         """
@@ -93,70 +93,73 @@ class RecvEndpoint(Protocol):
     """A receiver's endpoint of a transport."""
 
     def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
-        """Return the bytes of a bucket. They may be in the sender's slot, so copy them before you acknowledge the bucket."""
+        """Return the bytes of a bucket. Copy them before you acknowledge it: they may be in the sender's transfer buffer."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class SharedMemorySendEndpoint:
-    """Slots in a file in /dev/shm.
+    """Transfer buffers in a file in /dev/shm.
 
     The file is unlinked after all receivers have mapped it, so that a later crash leaves no file.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, buffer_bytes: int) -> None:
         self.path = SHARED_MEMORY / f"mrl-weights-{os.getpid()}-{uuid.uuid4().hex}"
-        self.slot_bytes = slot_bytes
+        self.buffer_bytes = buffer_bytes
         try:
             with self.path.open("xb") as file:  # in a sparse file, a later write could fail with SIGBUS
-                os.posix_fallocate(file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes))
-            self.slots = _map_slots(self.path, slot_bytes)
+                os.posix_fallocate(file.fileno(), 0, max(1, NUM_TRANSFER_BUFFERS * buffer_bytes))
+            self.transfer_buffers = _map_transfer_buffers(self.path, buffer_bytes)
         except OSError as error:
             self.path.unlink(missing_ok=True)
             raise ValueError(
-                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} with the slots of "
-                f"other ranks ({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
+                f"weight_sync: {NUM_TRANSFER_BUFFERS} transfer buffers of {buffer_bytes} bytes do not fit into "
+                f"{SHARED_MEMORY} with those of other ranks ({error.strerror}); use a smaller weight_sync.bucket_bytes, or "
+                "weight_sync.transport=process_group."
             ) from error
 
     def handle(self) -> tuple[str, int]:
-        return str(self.path), self.slot_bytes
+        return str(self.path), self.buffer_bytes
 
     def on_connected(self) -> None:
         self.path.unlink(missing_ok=True)
 
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
-        """Do nothing: the receivers read the slot itself."""
+        """Do nothing: the receivers read the transfer buffer itself."""
 
     def exclude(self, receiver: int) -> None:
         """Do nothing: no send waits for a receiver."""
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-        self.slots = ()
+        self.transfer_buffers = ()
 
 
-def _map_slots(path: Path, slot_bytes: int) -> Sequence[Tensor]:
-    return torch.from_file(str(path), shared=True, size=NUM_SLOTS * slot_bytes, dtype=torch.uint8).split(slot_bytes)
+def _map_transfer_buffers(path: Path, buffer_bytes: int) -> Sequence[Tensor]:
+    return torch.from_file(str(path), shared=True, size=NUM_TRANSFER_BUFFERS * buffer_bytes, dtype=torch.uint8).split(
+        buffer_bytes
+    )
 
 
 class CudaIpcSendEndpoint:
-    """Slots in the memory of this GPU. Other processes on the same machine open them through CUDA IPC."""
+    """Transfer buffers in the memory of this GPU. Other processes on the same machine open them through CUDA IPC."""
 
-    def __init__(self, slot_bytes: int) -> None:
-        self._buffer = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
-        self.slots = self._buffer.split(slot_bytes)
-        self.slot_bytes = slot_bytes
+    def __init__(self, buffer_bytes: int) -> None:
+        self._memory = torch.empty(NUM_TRANSFER_BUFFERS * buffer_bytes, dtype=torch.uint8, device="cuda")
+        self.transfer_buffers = self._memory.split(buffer_bytes)
+        self.buffer_bytes = buffer_bytes
 
     def handle(self) -> tuple[bytes, str, int]:
         from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initializes CUDA
 
-        rebuild, arguments = reduce_tensor(self._buffer)
+        rebuild, arguments = reduce_tensor(self._memory)
         device = arguments[_DEVICE_ARGUMENT]
         return (
             pickle.dumps((rebuild, arguments)),
             str(torch.cuda.get_device_properties(device).uuid),  # the same in every process, unlike the device index
-            self.slot_bytes,
+            self.buffer_bytes,
         )
 
     def on_connected(self) -> None:
@@ -169,22 +172,22 @@ class CudaIpcSendEndpoint:
         """Do nothing: no send waits for a receiver."""
 
     def close(self) -> None:
-        del self._buffer
-        self.slots = ()
+        del self._memory
+        self.transfer_buffers = ()
 
 
-class SharedSlotsRecvEndpoint:
-    """The slots of the senders, mapped into the process of a receiver."""
+class SharedBuffersRecvEndpoint:
+    """The transfer buffers of the senders, mapped into the process of a receiver."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """Map the slots. `handles`: trainer rank of a sender -> the value that `handle` of its SendEndpoint returned."""
-        self._slots = {sender: _open_handle(handle) for sender, handle in handles.items()}
+        """Map the transfer buffers. `handles`: trainer rank of a sender -> what `handle` of its SendEndpoint returned."""
+        self._transfer_buffers = {sender: _open_handle(handle) for sender, handle in handles.items()}
 
     def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
-        return self._slots[sender][index % NUM_SLOTS][:nbytes]
+        return self._transfer_buffers[sender][index % NUM_TRANSFER_BUFFERS][:nbytes]
 
     def close(self) -> None:
-        self._slots = {}
+        self._transfer_buffers = {}
 
 
 def _open_handle(handle: Any) -> Sequence[Tensor]:
@@ -193,22 +196,23 @@ def _open_handle(handle: Any) -> Sequence[Tensor]:
             raise FileNotFoundError(
                 f"{handle[0]} does not exist: the sender is on another machine; use weight_sync.transport=process_group."
             )
-        return _map_slots(Path(handle[0]), handle[1])
-    data, device_uuid, slot_bytes = handle
+        return _map_transfer_buffers(Path(handle[0]), handle[1])
+    data, device_uuid, buffer_bytes = handle
     rebuild, arguments = pickle.loads(data)
     devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if device_uuid not in devices:
         raise RuntimeError(
-            f"the slots are on GPU {device_uuid}, but this engine sees only {', '.join(devices) or 'no GPUs'}; each engine rank "
-            "must read the slots of the trainer rank on its own GPU."
+            f"the transfer buffers are on GPU {device_uuid}, but this engine sees only "
+            f"{', '.join(devices) or 'no GPUs'}; each engine rank must read the transfer buffers of the trainer rank on its "
+            "own GPU."
         )
     arguments = (*arguments[:_DEVICE_ARGUMENT], devices[device_uuid], *arguments[_DEVICE_ARGUMENT + 1 :])
-    return rebuild(*arguments).split(slot_bytes)
+    return rebuild(*arguments).split(buffer_bytes)
 
 
 @dataclass(frozen=True)
-class SharedSlotsSetup:
-    """What receivers need to map the slots of the senders."""
+class SharedBuffersSetup:
+    """What receivers need to map the transfer buffers of the senders."""
 
     handles: dict[int, Any]  # trainer rank of a sender -> the value that `handle` of its SendEndpoint returned
 
@@ -238,19 +242,21 @@ class ProcessGroupEndpoint:
         setup: ProcessGroupSetup,
         rank: int,
         engines: Sequence[int],
-        slot_bytes: int,
+        buffer_bytes: int,
         device: torch.device,
-        num_slots: int = NUM_SLOTS,
+        num_buffers: int = NUM_TRANSFER_BUFFERS,
     ) -> None:
-        """Join the groups of `engines` as `rank`. A sender joins all groups. A receiver joins one group, and needs one slot."""
+        """Join the groups of `engines` as `rank`. A sender joins all groups. A receiver joins one, and needs one buffer."""
         self.setup = setup
         self.groups: dict[int, dist.ProcessGroup] = {}  # engine -> its group, until the engine fails
-        # Index of a slot -> unfinished sends of this slot. The objects must stay alive until the slot is reused.
+        # Index of a transfer buffer -> its unfinished sends. The objects must stay alive until the buffer is reused.
         self._pending: dict[int, list[dist.Work]] = {}
         try:
             for engine in engines:
                 self.groups[engine] = _join_group(store, setup, engine, rank, device)
-            self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+            self.transfer_buffers: Sequence[Tensor] = torch.empty(
+                num_buffers, buffer_bytes, dtype=torch.uint8, device=device
+            ).unbind()
         except BaseException:
             self.close()
             raise
@@ -259,12 +265,12 @@ class ProcessGroupEndpoint:
         """Return nothing: receivers reach the sender through a group."""
 
     def on_connected(self) -> None:
-        """Do nothing: no slot is shared."""
+        """Do nothing: no transfer buffer is shared."""
 
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         """Start all sends to an engine as one batch. NCCL runs the batches of several engines at the same time."""
-        data = self.slots[index % NUM_SLOTS][:nbytes]
-        works = self._pending[index % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
+        data = self.transfer_buffers[index % NUM_TRANSFER_BUFFERS][:nbytes]
+        works = self._pending[index % NUM_TRANSFER_BUFFERS] = []  # receivers have acknowledged the earlier bucket in it
         tp, first = self.setup.engine_tp, self.setup.num_senders
         for engine, group in self.groups.items():
             peers = [first + rank % tp for rank in receivers if rank // tp == engine]
@@ -294,7 +300,7 @@ class ProcessGroupEndpoint:
             _abort_group(group)
 
     def receive(self, sender: int, index: int, nbytes: int) -> Tensor:
-        data, (group,) = self.slots[0][:nbytes], self.groups.values()
+        data, (group,) = self.transfer_buffers[0][:nbytes], self.groups.values()
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, data, group=group, group_peer=sender)]):
             # with a timeout, NCCL waits in this thread, as gloo does
             work.wait(timedelta(seconds=self.setup.timeout_s))
@@ -305,7 +311,7 @@ class ProcessGroupEndpoint:
 
         The groups are aborted, because the regular end of an NCCL group would wait for dead engines.
         """
-        self.slots = ()
+        self.transfer_buffers = ()
         while self.groups:
             _abort_group(self.groups.popitem()[1])
 

@@ -29,7 +29,7 @@ from mrl.algorithms.objective import check_token_values
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import logged_name
 from mrl.core.types import OFFLINE, RankBatch, TokenBlock
-from mrl.workers.megatron_model import NONFINITE, MegatronModel, MicroBatchStatistics
+from mrl.workers.megatron_model import NONFINITE_LOSS_TOKENS, MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
 from parallel.device import device
@@ -352,7 +352,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "tokens": torch.tensor(len(logprobs)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs, is_offline),
         "weight": loss_weights.sum(),
-        NONFINITE: nonfinite,
+        NONFINITE_LOSS_TOKENS: nonfinite,
         **_weighted_sums(loss_statistics, loss_weights),
     }
     return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})
@@ -436,7 +436,7 @@ def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLossFunction) -> tu
     per_token, _ = check_token_values((result, {}), values, "critic.loss", loss)
     loss_weights, nonfinite = _loss_weights(per_token, values, micro)
     total = (per_token * loss_weights).sum()
-    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values)), NONFINITE: nonfinite}
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values)), NONFINITE_LOSS_TOKENS: nonfinite}
     columns = {"values": values.detach(), "returns": returns, "errors": (returns - values).detach()}
     for name, column in columns.items():
         sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
@@ -480,7 +480,7 @@ def score_loss(output: Tensor, micro: MicroBatch, loss: ScoreLoss) -> tuple[Tens
         "loss": total.detach(),
         "tokens": torch.tensor(len(per_token)),
         "weight": loss_weights.sum(),
-        NONFINITE: nonfinite,
+        NONFINITE_LOSS_TOKENS: nonfinite,
         **_weighted_sums(loss_statistics, loss_weights),
     }
     return total, MicroBatchStatistics(sums)

@@ -168,7 +168,7 @@ class WorkerGroup:
 
     def _unregister(self) -> None:
         """Remove the records of this model's ranks. Hang reports then do not list ranks that were ended on purpose."""
-        unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
+        unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.model or 'trainer'}_*")
 
     # Calls.
 
@@ -222,7 +222,7 @@ class WorkerGroup:
 
     @property
     def _description(self) -> str:
-        name = self._waiter.group or "trainer"
+        name = self._waiter.model or "trainer"
         return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
 
     # Training.
@@ -245,29 +245,30 @@ class WorkerGroup:
         reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
         return self._combine(reports, partition)
 
-    def update(self, steps: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
+    def update(self, mini_batches: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
         """Call `begin_update`, and wait for the reports."""
-        return self.begin_update(steps, packing, **options).result()
+        return self.begin_update(mini_batches, packing, **options).result()
 
     def begin_update(
         self,
-        steps: list[TrainBatch],
+        mini_batches: list[TrainBatch],
         packing: Packing,
         *,
         lrs: list[float],
         weighting: TokenWeighting = MEAN_OVER_TOKENS,
         **options: Any,
     ) -> PendingCall[list[UpdateReport]]:
-        """Begin one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
+        """Begin one optimizer step for each batch in `mini_batches`, partitioned over replicas and micro-batches.
 
         All mini-batches have rows of the same block, and the same columns. `lrs`: learning rate of each optimizer step.
         `weighting` computes the token weights in the loss. `options` are further arguments of the model's own `update`: loss and
         temperature.
         """
-        partitions = [partition_step(step, self.dims, packing, weighting) for step in steps]
+        partitions = [partition_step(batch, self.dims, packing, weighting) for batch in mini_batches]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
-        options = dict(columns=steps[0].columns, teachers=steps[0].teachers, lrs=lrs, **options)
-        call = self._send(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
+        first = mini_batches[0]
+        options = dict(columns=first.columns, teachers=first.teachers, lrs=lrs, **options)
+        call = self._send(TrainWorker.update, (first.block, ray.put(by_replica)), options)
         return call.then(lambda by_rank: self._combine_all(by_rank, partitions))
 
     def _combine_all(

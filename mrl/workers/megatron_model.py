@@ -62,7 +62,7 @@ class MicroBatchStatistics:
     maxima: dict[str, Tensor] = field(default_factory=dict)  # maximum over micro-batches, then over ranks by the driver
 
 
-NONFINITE = "nonfinite"
+NONFINITE_LOSS_TOKENS = "nonfinite"
 """Name of the sum that counts the tokens whose loss is not finite although the model's output is finite."""
 
 
@@ -71,7 +71,7 @@ def _blame_loss(statistics: Sequence[MicroBatchStatistics], loss_name: str) -> s
 
     All ranks call this.
     """
-    own = sum(micro.sums[NONFINITE].item() for micro in statistics)
+    own = sum(micro.sums[NONFINITE_LOSS_TOKENS].item() for micro in statistics)
     counts: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, own, group=object_group())
     if not any(counts):
@@ -123,7 +123,8 @@ class MegatronModel:
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
         self._reference: WeightsOnHost | None = None  # the reference policy's weights
-        self._own_weights = WeightsOnHost(self.chunks)  # the model's own weights, while the reference policy is loaded
+        # the model's own weights, while the reference policy is loaded
+        self._weights_backup = WeightsOnHost(self.chunks)
         self._save: CheckpointSave | None = None  # the checkpoint that is being written
         self.offloader = ModelOffloader(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
         self._pack = partial(
@@ -276,7 +277,9 @@ class MegatronModel:
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
-            if self.arch.mtp_layers:  # Megatron clips the gradients of MTP layers separately; `norm` does not include them
+            if (
+                self.arch.mtp_layers
+            ):  # Megatron clips the gradients of MTP layers separately; `norm` does not include them
                 of_mtp = float(self.optimizer._compute_grad_norms_by_group()[MTP_GRAD_NORM_GROUP])
                 if not math.isfinite(of_mtp):
                     raise NonFiniteGradientError(mini_batch, of_mtp, "It is the gradient of the MTP layers.")
@@ -318,12 +321,12 @@ class MegatronModel:
         uses the reference once per step, and each step changes the weights, so the copy of an earlier step is out of date.
         """
         assert self._reference is not None, "copy_weights_to_reference() comes first"
-        self._own_weights.save()
+        self._weights_backup.save()
         try:
             self._reference.load()
             yield
         finally:
-            self._own_weights.load()
+            self._weights_backup.load()
 
     def _weights(self) -> Iterator[Tensor]:
         """Yield this rank's parameters and buffers. Only tests use this method."""

@@ -31,10 +31,10 @@ type ColumnPass = Callable[[Rollouts], PendingCall[ComputedColumns]]
 class UpdateRequest:
     """Optimizer steps on one rollout, which the driver requests from a worker group."""
 
-    steps: list[TrainBatch]  # one for each mini-batch, in order
+    mini_batches: list[TrainBatch]  # one for each optimizer step, in order
     lrs: list[float]  # learning rate of each optimizer step
     options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
-    index: int = 0  # number of earlier updates of the model in the same training step
+    update_index: int = 0  # number of earlier updates of the model in the same training step
 
 
 class UpdateObserver(Protocol):
@@ -64,22 +64,22 @@ class UpdateRunner:
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
     def begin(
-        self, group: WorkerGroup, batch: TrainBatch, step: int, *, index: int = 0, **options: object
+        self, group: WorkerGroup, batch: TrainBatch, step: int, *, update_index: int = 0, **options: object
     ) -> PendingCall[tuple[list[UpdateReport], float]]:
         """Begin to train on the batch of a training step.
 
-        `step`: number of earlier steps that trained this model. `index`: number of earlier updates of the model in this step.
-        The learning-rate schedule advances by `mini_batches * epochs` optimizer steps in each training step, however many
+        `step`: number of earlier steps that trained this model. `update_index`: number of earlier updates of the model in this
+        step. The learning-rate schedule advances by `mini_batches * epochs` optimizer steps in each training step, however many
         updates the training step has. So all updates of a training step have the same learning rates. The result is the report
         of each optimizer step, and the last learning rate.
         """
-        steps = self.split(batch)
+        mini_batches = self.split(batch)
         first = step * self.mini_batches * self.epochs
-        lrs = [self.optimizer.lr_at(first + n) for n in range(len(steps))]
-        update = UpdateRequest(steps=steps, lrs=lrs, options=options, index=index)
+        lrs = [self.optimizer.lr_at(first + n) for n in range(len(mini_batches))]
+        update = UpdateRequest(mini_batches=mini_batches, lrs=lrs, options=options, update_index=update_index)
         with ExitStack() as stack:
             reports = stack.enter_context(self.observer.watch(group, update, step)) if self.observer else []
-            call = group.begin_update(steps, self.packing, weighting=self.weighting, lrs=lrs, **options)
+            call = group.begin_update(mini_batches, self.packing, weighting=self.weighting, lrs=lrs, **options)
             running = stack.pop_all()
 
         def observed() -> tuple[list[UpdateReport], float]:
@@ -138,9 +138,9 @@ class ActorTrainer:
         *,
         rows: NDArray[np.bool_] | None = None,
         loss: Loss | None = None,
-        index: int = 0,
+        update_index: int = 0,
     ) -> PendingCall[ActorUpdate]:
-        """Begin the optimizer steps on all rows that are neither rejected (AdvantageResult.rejected) nor skipped.
+        """Begin the optimizer steps on all rows that are neither excluded (AdvantageResult.excluded) nor skipped.
 
         Args:
             rollouts: responses of the step.
@@ -149,7 +149,7 @@ class ActorTrainer:
             coefs: name of a term of the loss (kl_loss, entropy) -> its coefficient.
             rows: [B] whether each row counts in the loss. Default: all rows count.
             loss: an Objective, which replaces `self.objective`, or a policy loss, which replaces `self.objective.policy`.
-            index: number of earlier updates of the actor in this step.
+            update_index: number of earlier updates of the actor in this step.
 
         Raises ValueError if `advantages` is None and the loss reads advantages.
         """
@@ -163,7 +163,9 @@ class ActorTrainer:
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
         objective = objective.with_coefs(coefs)
         updates = self.updates
-        call = updates.begin(self.group, batch, step, index=index, loss=objective, temperature=self.temperature)
+        call = updates.begin(
+            self.group, batch, step, update_index=update_index, loss=objective, temperature=self.temperature
+        )
         weights = [step_weights(each, updates.weighting) for each in updates.split(batch)]
         zero = advantages.zero_advantage if rows is None else advantages.zero_advantage[rows]
         return call.then(lambda result: ActorUpdate(*result, weights, zero))
@@ -179,26 +181,26 @@ class ActorTrainer:
 
     def _trained_rows(self, advantages: AdvantageResult, objective: Objective) -> NDArray[np.bool_]:
         """Return [B]: whether the update trains on each row."""
-        trained = ~advantages.rejected
+        trained = ~advantages.excluded
         if self.skip_zero_advantage and objective.zero_at_zero_advantage:
             trained &= ~advantages.zero_advantage
         if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
-            trained[np.argmax(~advantages.rejected)] = True
+            trained[np.argmax(~advantages.excluded)] = True
         return trained
 
 
 def _selected(
     advantages: AdvantageResult | None, rows: NDArray[np.bool_] | None, rollouts: Rollouts
 ) -> AdvantageResult:
-    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are rejected, too.
+    """Return the advantages of the B responses. In the result, responses outside `rows` [B] are excluded, too.
 
-    If `advantages` is None and the rollout filter rejected all sampled groups, the sampled responses are rejected, too.
+    If `advantages` is None and the rollout filter rejected all sampled groups, the sampled responses are excluded, too.
     """
     if advantages is None:
         size = len(rollouts.groups)
-        rejected = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
-        advantages = AdvantageResult(None, np.zeros(size, bool), rejected, {})
-    return advantages if rows is None else replace(advantages, rejected=advantages.rejected | ~rows)
+        excluded = (np.arange(size) < rollouts.num_sampled) & rollouts.all_filtered
+        advantages = AdvantageResult(None, np.zeros(size, bool), excluded, {})
+    return advantages if rows is None else replace(advantages, excluded=advantages.excluded | ~rows)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class CriticTrainer:
     def begin_update(
         self, rollouts: Rollouts, advantages: AdvantageResult, step: int, *, rows: NDArray[np.bool_] | None = None
     ) -> PendingCall[CriticUpdate]:
-        """Begin the optimizer steps on the rows that the mask `rows` [B] selects and that are not rejected.
+        """Begin the optimizer steps on the rows that the mask `rows` [B] selects and that are not excluded.
 
         The targets are the returns. `rows` is None for all rows. `step`: number of earlier steps of the run.
         """
@@ -274,12 +276,12 @@ class RoleScorer:
 def train_batch(
     rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not rejected.
+    """Return a batch of the rows for which `trained` [B] is true. The default is all rows that are not excluded.
 
-    The loss is normalized over all rows that `advantages` does not reject, including those that `trained` excludes. A row that
-    counts n times occurs n times in `denominator_rows`.
+    The loss is normalized over all rows that `advantages` does not exclude, including those that `trained` leaves out. A row
+    that counts n times occurs n times in `denominator_rows`.
     """
-    in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
+    in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.excluded
     counted = np.flatnonzero(in_denominator)
     if advantages is not None and advantages.counts is not None:
         counted = np.repeat(counted, advantages.counts[counted])

@@ -112,7 +112,7 @@ class TrainWorker:
         self.model: Any = None  # MegatronActor, MegatronCritic or MegatronRewardModel, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         forward_warnings(title, run_dir)
-        record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
+        record = register_process(registry_folder(run_dir), name, title, "rank", model=model, rank=rank)
         self._collectives = CollectiveLog(record.with_suffix(".ops"))
         with quick_imports():  # imports torch; this is not done above, because the driver does not need it
             from parallel import device

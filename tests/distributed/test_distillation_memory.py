@@ -134,6 +134,8 @@ def test_the_planned_bytes_of_the_head_are_those_of_its_tensors(run_ranks, chunk
     batch = MicroBatchShape.of(ParallelDims(), TOKENS, ITEMSIZE)
     for head, found in zip(heads, peaks, strict=True):
         teachers = (SHAPE.hidden,) * head.teachers
-        settings = TrainerSettings(logprob_chunk=head.chunk, teacher_hidden=teachers, sampled_gradient=head.sampled)
+        settings = TrainerSettings(
+            logprob_chunk=head.chunk, teacher_hidden=teachers, has_sampled_token_gradient=head.sampled
+        )
         planned = head_bytes(SHAPE, batch, settings, gradients=True)
         assert 0.95 * found <= planned <= 1.15 * found, (head, found, planned)

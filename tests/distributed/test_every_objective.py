@@ -59,12 +59,12 @@ def off_policy(
     rng = np.random.default_rng(5)
     columns = {
         name: (now + rng.normal(scale=spread, size=len(now))).astype(np.float32)
-        for name in ("rollout_logprobs", "old_logprobs", *sorted(objective.needs))
+        for name in ("rollout_logprobs", "old_logprobs", *sorted(objective.required_inputs))
     }
     known, advantages = dict(columns), block.columns["advantages"]
     block = replace(block, rollout_logprobs=columns.pop("rollout_logprobs"))
     inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, known)
-    return block.with_columns(**columns | objective.extra_columns(inputs, advantages, np.random.default_rng(6)))
+    return block.with_columns(**columns | objective.precomputed_columns(inputs, advantages, np.random.default_rng(6)))
 
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:

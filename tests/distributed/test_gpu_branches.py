@@ -39,7 +39,7 @@ def use_attention_of_gpus() -> None:
 
     attention.supports_varlen = megatron_model.supports_varlen = lambda device, dtype: True
     attention._varlen_kernel = lambda channels: varlen_attn
-    attention._attention_kernels_with_sinks = sink_kernels
+    attention._varlen_kernel_pair = sink_kernels
 
 
 def run_layers(rank: int, folder) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from mrl.algorithms.losses import CrossEntropy
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_state_bytes import StateBytes, largest_state, pipeline_stages, state_of_rank
 from parallel.dims import ParallelDims
-from parallel.trainer_config import MERGED_ELEMENTS
+from parallel.trainer_config import MAX_MERGED_ELEMENTS
 
 SCALE = ALPHA / RANK
 TP2PP2 = ParallelDims(tp=2, pp=2)
@@ -110,14 +110,14 @@ def merge_without_values(rank: int) -> tuple[int, int]:
 
 def test_merged_weights_need_few_float32_tensors(run_ranks):
     ((nbytes, peak),) = run_ranks(ONE, merge_without_values)
-    limited = 4 * 4 * MERGED_ELEMENTS
+    limited = 4 * 4 * MAX_MERGED_ELEMENTS
     assert nbytes < peak <= nbytes + limited < 2 * nbytes
 
 
 def merge_in_slices(rank: int) -> None:
     from parallel import lora
 
-    lora.MERGED_ELEMENTS = 7 * 6  # six columns
+    lora.MAX_MERGED_ELEMENTS = 7 * 6  # six columns
     split = lora.LinearSplit(1, dict(a=4, b=3), torch.cat, sequence_parallel=False)
     pair = lora.LowRankPair(torch.randn(2, 20), torch.randn(3, 2), split)
     weight = torch.randn(7, 20)

@@ -213,11 +213,11 @@ def failing_moves(rank: int, path):
     actor.offload(keep_weights=False)
     pieces, calls = offload._pieces, [0]
 
-    def refuse_some(storage, spans):
+    def refuse_some(storage, host_pieces):
         calls[0] += 1
         if calls[0] == 5:
             raise MemoryError("no memory")
-        return pieces(storage, spans)
+        return pieces(storage, host_pieces)
 
     offload._pieces = refuse_some
     with pytest.raises(MemoryError):

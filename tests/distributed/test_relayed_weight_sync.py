@@ -1,8 +1,8 @@
 """Whole pushes to engines that share GPUs with the trainer: real processes, with shared memory in place of CUDA IPC.
 
 There are four simulated GPUs on two simulated hosts. Each trainer rank and each engine rank reports that its weights are on one
-of these GPUs. As with CUDA, an engine rank cannot open a slot on another GPU. The engines answer the control requests that SGLang
-servers answer. Each engine rank is a process that runs mrl's receiver on plain tensors.
+of these GPUs. As with CUDA, an engine rank cannot open a transfer buffer on another GPU. The engines answer the control
+requests that SGLang servers answer. Each engine rank is a process that runs mrl's receiver on plain tensors.
 """
 
 import base64
@@ -85,7 +85,7 @@ class EngineModel:
         )
 
 
-def engine_rank(pipe, location, topology, tp_rank, kill_file):
+def engine_rank(pipe, location, parallel_sizes, tp_rank, kill_file):
     """Main function of the process of one engine rank."""
     for name in (
         "sglang",
@@ -100,7 +100,7 @@ def engine_rank(pipe, location, topology, tp_rank, kill_file):
     context.get_model = lambda: types.SimpleNamespace(model_path="/no/such/folder", load_format="auto")
     sys.modules["sglang.srt.model_loader.loader"].post_load_weights = lambda model: None
     receiver.location_of = lambda device: location
-    open_handle, receive, received = transports._open_handle, transports.SharedSlotsRecvEndpoint.receive, []
+    open_handle, receive, received = transports._open_handle, transports.SharedBuffersRecvEndpoint.receive, []
 
     def open_on_own_gpu(handle):
         assert handle[2] == location.gpu, f"{handle[2]} is not visible on {location.gpu}"
@@ -112,8 +112,8 @@ def engine_rank(pipe, location, topology, tp_rank, kill_file):
             os._exit(9)
         return receive(self, sender, index, nbytes)
 
-    transports._open_handle, transports.SharedSlotsRecvEndpoint.receive = open_on_own_gpu, receive_or_die
-    model = EngineModel(EngineLayout.of(QWEN3, ARCH, topology), tp_rank)
+    transports._open_handle, transports.SharedBuffersRecvEndpoint.receive = open_on_own_gpu, receive_or_die
+    model = EngineModel(EngineLayout.of(QWEN3, ARCH, parallel_sizes), tp_rank)
     while True:
         request = pipe.recv()
         if isinstance(request, int):
@@ -127,11 +127,11 @@ def engine_rank(pipe, location, topology, tp_rank, kill_file):
 class EngineRanks:
     """The processes of an engine's ranks. If one of them dies, the whole server ends, as in SGLang."""
 
-    def __init__(self, places, topology, kill_file):
+    def __init__(self, places, parallel_sizes, kill_file):
         context, self.pipes, self.versions = multiprocessing.get_context("fork"), [], []
         for tp_rank, location in enumerate(places):
             ours, theirs = context.Pipe()
-            context.Process(target=engine_rank, args=(theirs, location, topology, tp_rank, kill_file)).start()
+            context.Process(target=engine_rank, args=(theirs, location, parallel_sizes, tp_rank, kill_file)).start()
             theirs.close()
             self.pipes.append(ours)
 
@@ -178,9 +178,9 @@ class EngineHandler(BaseHTTPRequestHandler):
         pass
 
 
-def serve_engine(listener, places, topology, kill_file):
+def serve_engine(listener, places, parallel_sizes, kill_file):
     """Main function of the process of an engine's server."""
-    EngineHandler.ranks = EngineRanks(places, topology, kill_file)
+    EngineHandler.ranks = EngineRanks(places, parallel_sizes, kill_file)
     server = ThreadingHTTPServer(listener.getsockname(), EngineHandler, bind_and_activate=False)
     server.socket = listener
     server.serve_forever()
@@ -192,8 +192,8 @@ def versions_of(url):
         return json.loads(answer.read())["versions"]
 
 
-class SimulatedIpcSlots(transports.SharedMemorySendEndpoint):
-    """Slots in shared memory that claim to be on the GPU of this trainer rank."""
+class SimulatedIpcBuffers(transports.SharedMemorySendEndpoint):
+    """Transfer buffers in shared memory that claim to be on the GPU of this trainer rank."""
 
     def handle(self):
         return *super().handle(), GPUS[torch.distributed.get_rank()].gpu
@@ -202,7 +202,7 @@ class SimulatedIpcSlots(transports.SharedMemorySendEndpoint):
 def push_twice(rank, urls, kill_file):
     """Push versions 1 and 2. An engine dies during the second push. Returns (report 1, versions of all engines, report 2)."""
     session.location_of = lambda device: GPUS[rank]
-    session.CudaIpcSendEndpoint = SimulatedIpcSlots
+    session.CudaIpcSendEndpoint = SimulatedIpcBuffers
     session._local_address = lambda url: (
         "localhost"
     )  # for several real hosts, this would be an address that other hosts can reach; simulated hosts are one machine

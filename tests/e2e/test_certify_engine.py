@@ -433,8 +433,8 @@ def differences(engine: EngineTrace, trace: Any):
     points, logprobs, _ = trace
     tolerances = TOLERANCES["float32"]
     num_layers = HFConfig.load(engine.folder)["num_hidden_layers"]
-    found, tied = compare_points(engine.side.trace, points, engine.block, num_layers, tolerances.points)
-    return [*found, compare_logprobs(engine.block, logprobs, tied, tolerances.logprobs)]
+    found, undecided = compare_points(engine.side.trace, points, engine.block, num_layers, tolerances.points)
+    return [*found, compare_logprobs(engine.block, logprobs, undecided, tolerances.logprobs)]
 
 
 # Trace points that an engine of the family cannot record: SGLang computes latent attention on compressed keys.

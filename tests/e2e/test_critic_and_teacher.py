@@ -26,7 +26,7 @@ class Recorder:
     """Saves its inputs. The advantage of a token is the reward of its response minus the reward of the greedy response."""
 
     folder: str
-    needs: ClassVar[frozenset[str]] = frozenset(
+    required_inputs: ClassVar[frozenset[str]] = frozenset(
         {"values", "old_logprobs", "ref_logprobs", "teacher_logprobs", "opinion", "greedy_rewards"}
     )
 

@@ -22,7 +22,7 @@ def recorded(inputs, folder):
     return result
 
 
-recorded.needs = uncertain.needs | drop_unlikely.needs | {"old_logprobs"}
+recorded.required_inputs = uncertain.required_inputs | drop_unlikely.required_inputs | {"old_logprobs"}
 '''
 
 

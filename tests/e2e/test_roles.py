@@ -100,7 +100,7 @@ def test_a_reward_model_that_is_killed_is_replaced(start_mrl, five_models):
     run = start_mrl("train", *five_models, "trainer.max_steps=6", "trainer.save=false")
     wait_until(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
     assert run.process.poll() is None, run.output()
-    served = next(process for process in run.tagged() if process.environ().get("MRL_STACKS_NAME") == "reward_model_0")
+    served = next(process for process in run.tagged() if process.environ().get("MRL_PROCESS_NAME") == "reward_model_0")
     served.kill()
     run.finish(400)
     assert run.process.returncode == 0, run.output()

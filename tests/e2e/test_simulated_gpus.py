@@ -58,9 +58,9 @@ def engines_of(folder: Path) -> list[list[str]]:
         with suppress(psutil.Error):
             environment = process.environ()
             if "mrl.rollout.engines.launch_sglang" in process.cmdline() and str(folder) in environment.get(
-                "MRL_STACKS", ""
+                "MRL_PROCESS_REGISTRY", ""
             ):
-                found.add((environment[HOST], environment["CUDA_VISIBLE_DEVICES"], environment["MRL_STACKS_NAME"]))
+                found.add((environment[HOST], environment["CUDA_VISIBLE_DEVICES"], environment["MRL_PROCESS_NAME"]))
     return sorted(map(list, found))
 
 

@@ -36,10 +36,10 @@ def connect(engine, one_rank):
     return opened
 
 
-def check_sglang_checksums(engine, client, topology) -> None:
+def check_sglang_checksums(engine, client, parallel_sizes) -> None:
     """Compare SGLang's own checksums of whole parameters with the Transformers model. mrl's checksums cover only chunks."""
     weights = UnshardedModel(engine.folder, dict(engine.model.state_dict()))
-    expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
+    expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, parallel_sizes), torch.float32)
     for _ in expected.observe(weights.tensors.items()):
         pass
     expected.compare(client.checksums(), client.url)
@@ -85,11 +85,11 @@ def corrupt_a_byte(monkeypatch, times: int):
     """In the next `times` pushes, flip one bit of a bucket after the sender has hashed the bucket and before engines read it."""
     remaining = [times]
 
-    def fill_and_flip(slot, bucket, read):
-        checksums = fill_buffer(slot, bucket, read)
+    def fill_and_flip(buffer, bucket, read):
+        checksums = fill_buffer(buffer, bucket, read)
         if bucket.index == 1 and remaining[0]:
             remaining[0] -= 1
-            slot[bucket.nbytes // 2] ^= 1
+            buffer[bucket.nbytes // 2] ^= 1
         return checksums
 
     monkeypatch.setattr(sender, "fill_buffer", fill_and_flip)
@@ -244,7 +244,7 @@ def test_weights_are_pushed_to_an_engine_with_data_parallel_attention(one_rank, 
     args = default_server_args("float32", 512) | groups | {"model_path": str(engine.folder)}
     with EngineServer(args, tmp_path / "engine.log") as server:
         server.wait_ready(timeout_s=480)
-        swapped = replace(QWEN3, engine_fusions=QWEN3.engine_fusions | {"gate_up_proj.weight": UP_THEN_GATE})
+        swapped = replace(QWEN3, engine_fused_params=QWEN3.engine_fused_params | {"gate_up_proj.weight": UP_THEN_GATE})
         why = r"gate_proj\.weight\[.*this engine stores weights in a different form"
         with pytest.raises(WeightSyncError, match=why), connected([server.url], engine.folder, {}, swapped):
             pass

@@ -1,6 +1,6 @@
-"""A process reads the slots of a sender on the same device, and the device computes checksums.
+"""A process reads the transfer buffers of a sender on the same device, and the device computes checksums.
 
-On a GPU, the slots are in GPU memory, and the process opens them through CUDA IPC. On the CPU, the slots are in shared memory.
+On a GPU, these buffers are in GPU memory, and the process opens them through CUDA IPC. On the CPU, they are in shared memory.
 """
 
 import pickle
@@ -12,7 +12,7 @@ import torch
 from models.conversion.mapping import Box
 from mrl.weight_sync.sender import checksums, chunk_views, fill_buffer, weighted_sums
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
-from mrl.weight_sync.transports import CudaIpcSendEndpoint, SharedMemorySendEndpoint, SharedSlotsRecvEndpoint
+from mrl.weight_sync.transports import CudaIpcSendEndpoint, SharedBuffersRecvEndpoint, SharedMemorySendEndpoint
 from parallel.device import device, has_cuda, synchronize
 
 DEADLINE_S = 100
@@ -45,8 +45,8 @@ def send(folder: Path) -> None:
     wait_for(folder / "connected")
     send_endpoint.on_connected()
     for bucket in buckets:
-        slot = send_endpoint.slots[bucket.index % 2]
-        hashes = fill_buffer(slot, bucket, lambda name, box, bucket=bucket: tensors[name] + bucket.index)
+        buffer = send_endpoint.transfer_buffers[bucket.index % 2]
+        hashes = fill_buffer(buffer, bucket, lambda name, box, bucket=bucket: tensors[name] + bucket.index)
         if has_cuda():  # on a CPU, the checksum is another function
             sent = [(tensors[p.name] + bucket.index).bfloat16().view(-1).view(torch.uint8).cpu() for p in chunks]
             assert hashes == weighted_sums(sent)
@@ -59,7 +59,7 @@ def send(folder: Path) -> None:
 def receive(folder: Path) -> None:
     torch.set_num_threads(1)
     handle, buckets = pickle.loads(wait_for(folder / "handle"))
-    recv_endpoint = SharedSlotsRecvEndpoint({0: handle})
+    recv_endpoint = SharedBuffersRecvEndpoint({0: handle})
     (folder / "connected").touch()
     for bucket in buckets:
         hashes = pickle.loads(wait_for(folder / f"sent.{bucket.index}"))

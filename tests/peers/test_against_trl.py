@@ -89,7 +89,7 @@ def test_the_tokens_with_the_largest_entropy_are_those_of_trl(peer, name, fracti
     inner, aggregation, settings = LOSSES[name]
     loss, case = TopEntropy(inner, fraction), case_with_entropies(0)
     batch = AdvantageInputs(np.zeros(30), np.zeros(10, int), case.lengths, {"entropies": case.columns["entropies"]})
-    case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
+    case.columns.update(loss.precomputed_columns(batch, case.advantages, np.random.default_rng(0)))
     assert 0 < case.columns["top_entropy"].sum() < 30
     expected, slope = peer(trl_loss, case, settings | {"top_entropy_quantile": fraction})
     weights = weighted(case, aggregation)

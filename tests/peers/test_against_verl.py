@@ -262,8 +262,9 @@ def test_covariances_select_the_tokens_of_verl(peer, loss, mode, policy_loss, se
     case = make_case(seed)
     case.logprobs[:] = case.old + 0.1
     batch = AdvantageInputs(np.zeros(15), np.zeros(5, int), case.lengths, {"old_logprobs": case.old})
-    case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
-    assert 0 < next(iter(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)).values())).sum() < 15
+    case.columns.update(loss.precomputed_columns(batch, case.advantages, np.random.default_rng(0)))
+    columns = loss.precomputed_columns(batch, case.advantages, np.random.default_rng(0))
+    assert 0 < next(iter(columns.values())).sum() < 15
     expected, slope = peer(verl_loss, mode, case, TOKEN, {}, policy_loss)
     value, gradient = loss_and_gradient(loss, case, weighted(case, TOKEN))
     assert value == pytest.approx(expected, rel=1e-9)
@@ -276,7 +277,7 @@ def test_the_covariances_of_verl_change_within_a_step(peer):
     case.logprobs[:] = case.old[::-1]
     batch = AdvantageInputs(np.zeros(15), np.zeros(5, int), case.lengths, {"old_logprobs": case.old})
     loss = KLCov(fraction=0.3, kl="abs")
-    case.columns.update(loss.extra_columns(batch, case.advantages, np.random.default_rng(0)))
+    case.columns.update(loss.precomputed_columns(batch, case.advantages, np.random.default_rng(0)))
     expected, _ = peer(verl_loss, "kl_cov", case, TOKEN, {}, dict(kl_cov_ratio=0.3, ppo_kl_coef=1.0))
     assert abs(loss_and_gradient(loss, case, weighted(case, TOKEN))[0] - expected) > 1e-3
 
@@ -358,8 +359,8 @@ def correct(correction, case, current: bool = False) -> np.ndarray:
         case.lengths,
         {"old_logprobs": case.old, "rollout_logprobs": rollout},
     )
-    if hasattr(correction, "extra_columns"):
-        case.columns.update(correction.extra_columns(batch, case.advantages, np.random.default_rng(0)))
+    if hasattr(correction, "precomputed_columns"):
+        case.columns.update(correction.precomputed_columns(batch, case.advantages, np.random.default_rng(0)))
     inputs = loss_inputs(case)
     return correction(replace(inputs, old_logprobs=inputs.rollout_logprobs) if current else inputs)[0].numpy()
 

@@ -1,4 +1,4 @@
-"""The advantage pipeline equals plain loops: KL in the reward, whitening, rejected responses, extra columns."""
+"""The advantage pipeline equals plain loops: KL in the reward, whitening, excluded responses, precomputed columns."""
 
 from dataclasses import dataclass, replace
 
@@ -115,7 +115,7 @@ def test_any_lengths_are_accepted(lengths, seed, whiten, data):
     found = advantage_pipeline(scored, columns, 0.1, [seed, 1])
     assert set(found.columns) == {"advantages", "returns", "kl_cov"}
     assert all(c.shape == (total,) and c.dtype == np.float32 and np.isfinite(c).all() for c in found.columns.values())
-    np.testing.assert_array_equal(found.rejected, truncated)
+    np.testing.assert_array_equal(found.excluded, truncated)
     for row, span in enumerate(spans(lengths)):
         assert found.zero_advantage[row] == all(found.columns["advantages"][t] == 0 for t in span)
     assert np.isfinite(list(found.metrics.values())).all()
@@ -137,7 +137,7 @@ def test_whitening_uses_only_the_tokens_in_the_loss():
     np.testing.assert_allclose(found.columns["advantages"], (plain - mean) / std, rtol=1e-5)
     assert found.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-9)
     assert found.metrics["advantage/std"] == pytest.approx(0.9**0.5, rel=1e-6)
-    assert found.rejected.tolist() == truncated
+    assert found.excluded.tolist() == truncated
 
 
 def test_the_critic_learns_unwhitened_returns():
@@ -159,7 +159,7 @@ def test_truncated_responses_stay_in_their_group_and_leave_the_loss_only_if_mask
     scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, int), np.array([False, True]))
     for masked in (False, True):
         found = AdvantagePipeline(GRPO(scale_rewards="none"), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
-        assert found.columns["advantages"].tolist() == [0.5, -0.5] and found.rejected.tolist() == [False, masked]
+        assert found.columns["advantages"].tolist() == [0.5, -0.5] and found.excluded.tolist() == [False, masked]
 
 
 @pytest.mark.parametrize("loss", [KLCov(fraction=0.3), ClipCov(fraction=0.3, low=-10, high=10)])
@@ -177,13 +177,13 @@ def test_losses_select_among_the_tokens_of_the_loss(loss):
         assert set(np.flatnonzero(column)) == set(kept[np.argsort(-cov)[:2]])
 
 
-def test_the_pipeline_computes_the_extra_columns_of_the_correction():
-    """The columns are computed without the rejected responses, as the extra columns of a loss are."""
+def test_the_pipeline_computes_the_precomputed_columns_of_the_correction():
+    """The columns are computed without the excluded responses, as the precomputed columns of a loss are."""
 
     class AboveMeanEntropy:
-        needs = frozenset({"entropies"})
+        required_inputs = frozenset({"entropies"})
 
-        def extra_columns(self, batch, advantages, rng):
+        def precomputed_columns(self, batch, advantages, rng):
             entropies = batch.columns["entropies"]
             return {"uncertain": (entropies > entropies.mean()).astype(np.float32)}
 
@@ -193,15 +193,16 @@ def test_the_pipeline_computes_the_extra_columns_of_the_correction():
     scored = make_scored(truncated=[True, *[False] * 6])
     entropies = np.array([9.0, 9.0, 9.0, *range(9)], np.float32)
     pipeline = AdvantagePipeline(GRPO(), Objective(PPOClip(), AboveMeanEntropy()), mask_truncated=True)
-    assert pipeline.needs == {"entropies"}
+    assert pipeline.required_inputs == {"entropies"}
     found = pipeline(scored, {"entropies": entropies}, 0.0, [0])
     assert found.columns["uncertain"].tolist() == [0.0] * 8 + [1.0] * 4
 
     other = pipeline.with_parts(None, KLCov(fraction=0.5))
-    assert other.needs == {"entropies", "old_logprobs"}, "another policy loss keeps the correction"
+    assert other.required_inputs == {"entropies", "old_logprobs"}, "another policy loss keeps the correction"
     columns = other(scored, {"entropies": entropies, "old_logprobs": -entropies}, 0.0, [0]).columns
     assert columns["uncertain"].tolist() == [0.0] * 8 + [1.0] * 4 and columns["kl_cov"].sum() == 4
-    assert pipeline.with_parts(None, Objective(PPOClip())).needs == frozenset(), "an objective replaces all terms"
+    replaced = pipeline.with_parts(None, Objective(PPOClip()))
+    assert replaced.required_inputs == frozenset(), "an objective replaces all terms"
 
 
 @dataclass(frozen=True)
@@ -213,16 +214,16 @@ class Bare:
 
 
 def test_needs_combine_those_of_all_parts():
-    assert AdvantagePipeline(GRPO(), PPOClip()).needs == frozenset()
+    assert AdvantagePipeline(GRPO(), PPOClip()).required_inputs == frozenset()
     everything = AdvantagePipeline(OnPolicyDistillation(reward=GAE()), Objective(KLCov(), kl=KLPenalty()), KLPenalty())
-    assert everything.needs == {"teacher_logprobs", "old_logprobs", "values", "ref_logprobs"}
-    assert AdvantagePipeline(ReMax(), PPOClip(), KLPenalty()).needs == {
+    assert everything.required_inputs == {"teacher_logprobs", "old_logprobs", "values", "ref_logprobs"}
+    assert AdvantagePipeline(ReMax(), PPOClip(), KLPenalty()).required_inputs == {
         "greedy_rewards",
         "ref_logprobs",
         "old_logprobs",
     }
     bare = AdvantagePipeline(Bare(), Bare())
-    assert bare.needs == frozenset()
+    assert bare.required_inputs == frozenset()
     scored = ScoredBatch(np.array([1.0, 2.0]), np.zeros(2, int), np.array([1, 2]), np.zeros(2, bool))
     assert bare(scored, {}, 0.0, [0]).columns["advantages"].tolist() == [1.0, 2.0, 2.0]
 
@@ -263,7 +264,7 @@ def test_resampling_draws_from_the_responses_in_the_loss_with_the_seed_of_the_st
     counts, without = found.counts, plain(scored, columns, 0.0, [3, 4])
     assert counts.sum() == 4, "as many as there are responses with tokens that are not truncated"
     assert not counts[[1, 2, 5]].any() and counts.max() > 1
-    np.testing.assert_array_equal(found.rejected, counts == 0)
+    np.testing.assert_array_equal(found.excluded, counts == 0)
     np.testing.assert_array_equal(counts, again.counts)
     assert (counts != other.counts).any()
     assert found.metrics["advantage/drawn_fraction"] == (counts > 0).mean()
@@ -283,7 +284,7 @@ def test_responses_with_offline_advantages_count_once_under_a_resampling():
     for seed in range(5):
         found = pipeline(scored, {}, 0.0, [seed])
         in_file, sampled = ~np.isnan(given) & (LENGTHS > 0), np.isnan(given) & (LENGTHS > 0)
-        assert (found.counts[in_file] == 1).all() and not found.rejected[in_file].any()
+        assert (found.counts[in_file] == 1).all() and not found.excluded[in_file].any()
         assert found.counts[sampled].sum() == sampled.sum() and found.counts.sum() == (LENGTHS > 0).sum()
     assert pipeline(replace(scored, offline_advantages=np.ones(len(LENGTHS))), {}, 0.0, [0]).counts.max() == 1
 
@@ -303,7 +304,7 @@ def half(rewards, groups, rng):
 def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
     scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
     found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
-    assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.rejected.tolist() == (found.counts == 0).tolist()
+    assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.excluded.tolist() == (found.counts == 0).tolist()
     for wrong, array in ((one_too_many, r"shape \(6,\)"), (half, r"shape \(5,\), which contains 0\.5")):
         with pytest.raises(
             ValueError, match=rf"{wrong.__name__}.* returned an array of {array}; expected 5 whole numbers"
@@ -313,9 +314,10 @@ def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
 
 def test_rows_outside_a_selection_count_zero_times_under_a_resampling():
     scored, selected = make_scored(), np.array([True, True, True, False, True, False, True])
-    found = AdvantagePipeline(GRPO(), PPOClip(), resampling=every_second).of_rows(selected, scored, {}, 0.0, [0])
+    pipeline = AdvantagePipeline(GRPO(), PPOClip(), resampling=every_second)
+    found = pipeline.for_selected_rows(selected, scored, {}, 0.0, [0])
     assert found.counts.tolist() == [0, 0, 2, 0, 0, 0, 2], "every second of rows 0, 2, 4 and 6; row 1 has no tokens"
-    np.testing.assert_array_equal(found.rejected, found.counts == 0)
+    np.testing.assert_array_equal(found.excluded, found.counts == 0)
 
 
 def test_offline_advantages_replace_those_of_the_estimator_after_whitening():
@@ -333,7 +335,7 @@ def test_offline_advantages_replace_those_of_the_estimator_after_whitening():
     np.testing.assert_array_equal(found.columns["advantages"], expected)
     assert found.zero_advantage[3] and not found.zero_advantage[2]
     chosen = np.array([False, False, True, True, True, False, False])
-    part = AdvantagePipeline(GRPO(), PPOClip()).of_rows(
+    part = AdvantagePipeline(GRPO(), PPOClip()).for_selected_rows(
         chosen, replace(scored, offline_advantages=given), columns, 0.0, [0]
     )
     assert set(part.columns["advantages"][list(spans(LENGTHS)[2])]) == {0.5}, "a selection keeps them"

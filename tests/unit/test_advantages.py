@@ -309,9 +309,9 @@ def test_tokens_that_only_the_longest_response_has_have_no_baseline():
     np.testing.assert_allclose(OptimalTokenBaseline()(batch)[4:], [2.0, 2.0])
     assert (OptimalTokenBaseline(zero_tail=False)(batch)[4:] == 0).all()
     assert not OptimalTokenBaseline().group_relative and OptimalTokenBaseline(zero_tail=False).group_relative
-    assert OptimalTokenBaseline().needs == {"old_logprobs", "sum_pi_squared"}
+    assert OptimalTokenBaseline().required_inputs == {"old_logprobs", "sum_pi_squared"}
     corrected = OptimalTokenBaseline(correction=ImportanceSampling())
-    assert corrected.needs == {"old_logprobs", "sum_pi_squared", "rollout_logprobs"}
+    assert corrected.required_inputs == {"old_logprobs", "sum_pi_squared", "rollout_logprobs"}
 
 
 def test_a_token_whose_log_probability_is_unknown_adds_nothing_to_the_weights_of_the_baseline():
@@ -390,7 +390,7 @@ def test_distillation_may_be_combined_with_a_reward_advantage():
     )
     np.testing.assert_allclose(found.advantages, expected, rtol=1e-9)
     np.testing.assert_allclose(found.returns, gae.returns)
-    assert mixed.needs == {"teacher_logprobs", "old_logprobs", "values"}
+    assert mixed.required_inputs == {"teacher_logprobs", "old_logprobs", "values"}
     grouped = OnPolicyDistillation(coef=0.0, reward=GRPO())(batch)
     np.testing.assert_allclose(grouped.advantages, GRPO()(batch)[batch.response_of_token])
     assert grouped.returns is None

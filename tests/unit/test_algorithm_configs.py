@@ -97,13 +97,13 @@ def test_the_parts_make_an_update(name):
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
     given |= {"entropies": rng.random(11).astype(np.float32), "sum_pi_squared": rng.random(11).astype(np.float32)}
-    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"} - TEACHER_OUTPUTS}
+    columns = {n: given[n] for n in advantage_pipeline.required_inputs - {"greedy_rewards"} - TEACHER_OUTPUTS}
     found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
-    assert found.rejected.any() == (masked or drawn is not None)
+    assert found.excluded.any() == (masked or drawn is not None)
     assert drawn is None or found.counts.sum() == 4
     case.advantages[:], logprobs = found.columns["advantages"], torch.tensor(case.logprobs, requires_grad=True)
     case.columns.clear()
-    case.columns.update(found.columns, **{n: given[n] for n in objective.needs - TEACHER_OUTPUTS})
+    case.columns.update(found.columns, **{n: given[n] for n in objective.required_inputs - TEACHER_OUTPUTS})
     inputs = loss_inputs(case, logprobs)
     if objective.distillation:  # stands in for the divergence that the output head computes
         inputs = replace(inputs, columns={**inputs.columns, **dict.fromkeys(DIVERGENCE_OUTPUTS, logprobs.square())})
@@ -119,14 +119,14 @@ def test_the_parts_make_an_update(name):
 
 def test_files_with_a_filter_a_critic_or_a_teacher_configure_it():
     assert build("dapo", "rollout.filter")(np.array([0.0, 1.0])) and not build("dapo", "rollout.filter")(np.ones(2))
-    assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["optim"]["lr"] > 0
-    assert "teacher_logprobs" in build("distill", "algorithm.advantage").needs
+    assert "values" in build("ppo", "algorithm.advantage").required_inputs and load("ppo")["critic"]["optim"]["lr"] > 0
+    assert "teacher_logprobs" in build("distill", "algorithm.advantage").required_inputs
     assert all(
         load(name)["roles"]["teacher"]["path"] == "???" for name in ("distill", "distill_vocab", "distill_top_k")
     )
-    assert build("distill_vocab", "algorithm.loss").needs == {"teacher_hidden"}
-    assert build("distill_top_k", "algorithm.loss").needs == {"teacher_top_k"}
-    users = {name for name in FILES if "greedy_rewards" in build(name, "algorithm.advantage").needs}
+    assert build("distill_vocab", "algorithm.loss").required_inputs == {"teacher_hidden"}
+    assert build("distill_top_k", "algorithm.loss").required_inputs == {"teacher_top_k"}
+    users = {name for name in FILES if "greedy_rewards" in build(name, "algorithm.advantage").required_inputs}
     assert users == {"remax"}
 
 
@@ -152,7 +152,7 @@ def test_nested_plug_ins_are_built():
         },
         "algorithm.advantage",
     )
-    assert "values" in mixed.needs
+    assert "values" in mixed.required_inputs
 
 
 @pytest.mark.extended_after(1)
@@ -254,4 +254,4 @@ def test_the_classes_of_the_documentation_run():
     assert found.columns["advantages"][[0, 3, 4]].tolist() == [-1, 1, -1]
     assert found.columns["least_likely"].sum() == 3  # a fifth of the 15 tokens
     case.columns.update(found.columns)
-    assert advantage_pipeline.needs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3
+    assert advantage_pipeline.required_inputs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3

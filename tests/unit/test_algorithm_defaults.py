@@ -148,7 +148,7 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
 
 
 @pytest.mark.parametrize(
-    ("kind", "zero_at_zero_advantage", "uses_entropy", "needs"),
+    ("kind", "zero_at_zero_advantage", "uses_entropy", "required_inputs"),
     [
         (losses.PPOClip, True, False, set()),
         (losses.PolicyGradient, True, False, set()),
@@ -174,14 +174,14 @@ def test_every_class_of_the_algorithm_modules_is_pinned():
         (preference.ORPO, False, False, set()),
     ],
 )
-def test_the_declarations_of_a_loss_are_pinned(kind, zero_at_zero_advantage, uses_entropy, needs):
+def test_the_declarations_of_a_loss_are_pinned(kind, zero_at_zero_advantage, uses_entropy, required_inputs):
     loss = kind()
-    declared = (loss.zero_at_zero_advantage, loss.uses_entropy, loss.needs)
-    assert declared == (zero_at_zero_advantage, uses_entropy, needs)
+    declared = (loss.zero_at_zero_advantage, loss.uses_entropy, loss.required_inputs)
+    assert declared == (zero_at_zero_advantage, uses_entropy, required_inputs)
 
 
 @pytest.mark.parametrize(
-    ("kind", "needs"),
+    ("kind", "required_inputs"),
     [
         (advantages.GRPO, set()),
         (advantages.RLOO, set()),
@@ -199,9 +199,9 @@ def test_the_declarations_of_a_loss_are_pinned(kind, zero_at_zero_advantage, use
         (advantages.NoAdvantage, set()),
     ],
 )
-def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
+def test_the_declarations_of_an_advantage_are_pinned(kind, required_inputs):
     advantage = kind()
-    assert advantage.needs == needs
+    assert advantage.required_inputs == required_inputs
     ignores_token_rewards = kind in (advantages.GDPO, advantages.OnPolicyDistillation, advantages.NoAdvantage)
     assert getattr(advantage, "uses_token_rewards", True) == (not ignores_token_rewards)
 

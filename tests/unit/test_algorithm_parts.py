@@ -13,18 +13,18 @@ from mrl.config.validate import is_known
 
 
 class DeclaredCorrection:
-    needs: ClassVar = {"old_logprobs", "rollout_logprobs", "entropies"}
+    required_inputs: ClassVar = {"old_logprobs", "rollout_logprobs", "entropies"}
 
     def __call__(self, inputs):
         return inputs.old_logprobs.new_ones(len(inputs.old_logprobs)), {}
 
 
 class UnknownNeed(DeclaredCorrection):
-    needs: ClassVar = {"entropy"}
+    required_inputs: ClassVar = {"entropy"}
 
 
 class ValuesNeed(DeclaredCorrection):
-    needs: ClassVar = {"values"}
+    required_inputs: ClassVar = {"values"}
 
 
 DECLARED, UNKNOWN, VALUES = (
@@ -40,7 +40,7 @@ def algorithm(*overrides: str):
 
 @pytest.mark.extended_after(3)
 @pytest.mark.parametrize(
-    "overrides, needs",
+    "overrides, required_inputs",
     [
         ([], set()),
         (["algorithm.mini_batches=2"], {"old_logprobs"}),
@@ -56,9 +56,9 @@ def algorithm(*overrides: str):
         ([DECLARED, "algorithm.old_logprobs=rollout"], {"rollout_logprobs", "entropies"}),
     ],
 )
-def test_an_algorithm_needs_only_the_columns_that_it_uses(overrides, needs):
+def test_an_algorithm_needs_only_the_columns_that_it_uses(overrides, required_inputs):
     found = algorithm(*overrides)
-    assert found.needs == needs
+    assert found.required_inputs == required_inputs
     assert found.objective.rollout_logprobs_as_old == ("algorithm.old_logprobs=rollout" in overrides)
 
 
@@ -90,7 +90,7 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
         (["algorithm=distill", "++algorithm.kl_in_reward.coef=0.1"], "OnPolicyDistillation does not use token rewards"),
         (["++algorithm.kl_in_loss.kind=k4"], "algorithm.kl_in_loss: .*kind='k4': expected one of k1, k2"),
         (["++algorithm.kl_in_loss.coeff=1"], "algorithm.kl_in_loss.coeff: .* did you mean 'coef'"),
-        ([UNKNOWN], "names entropy in its attribute `needs`; expected names out of entropies, old_logprobs"),
+        ([UNKNOWN], "names entropy in its attribute `required_inputs`; expected names out of entropies, old_logprobs"),
         ([VALUES], "algorithm.correction needs values of a critic"),
         (
             ["algorithm=dapo", "correction=bypass_pg_is"],

@@ -132,7 +132,7 @@ def test_the_report_has_numbers_with_units_and_what_was_left_out(run, tmp_path, 
 
 
 @pytest.mark.parametrize("deadline_s", [60.0, 0.0])
-def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
+def test_gpu_tests_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
     """A program prints the lines of pytest. With a deadline of 0 s, the program is interrupted and the rest left out."""
     lines = [
         "tests/gpu/test_kernels.py::test_attention[cuda] PASSED                                   [ 25%]",
@@ -146,7 +146,7 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
     program.chmod(0o755)
     monkeypatch.setattr(sections.sys, "executable", str(program))
     events = io.StringIO()
-    sections.check_programs(SectionJob(SimpleNamespace(size="full", deadline_s=deadline_s), events))
+    sections.check_gpu_tests(SectionJob(SimpleNamespace(size="full", deadline_s=deadline_s), events))
     found = [json.loads(line) for line in events.getvalue().splitlines()]
     left_out = [event["left_out"] for event in found if "left_out" in event]
     if deadline_s == 0.0:
@@ -157,8 +157,8 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
         "test_update[one-cuda]: failed",
         "test_update[one-cuda]: AssertionError: rank 0: 1.5 is not 1.0",
     ]
-    programs = [event["program"] for event in found if "program" in event]
-    assert programs == [
+    gpu_tests = [event["test"] for event in found if "test" in event]
+    assert gpu_tests == [
         {"tests/gpu/test_kernels.py::test_attention[cuda]": "passed"},
         {"tests/gpu/test_actor.py::test_update[tp-cuda]": "skipped"},
         {"tests/gpu/test_actor.py::test_update[one-cuda]": "failed"},
@@ -167,10 +167,10 @@ def test_programs_are_reported_one_by_one(tmp_path, monkeypatch, deadline_s):
     assert [value["value"] for value in row["values"]] == [1, 1]
 
 
-def test_an_installed_package_leaves_the_programs_out(monkeypatch):
+def test_an_installed_package_leaves_the_gpu_tests_out(monkeypatch):
     monkeypatch.setattr(sections, "IS_CHECKOUT", False)
     events = io.StringIO()
-    sections.check_programs(SectionJob(SimpleNamespace(size="full", deadline_s=1.0), events))
+    sections.check_gpu_tests(SectionJob(SimpleNamespace(size="full", deadline_s=1.0), events))
     assert "run the command in a checkout" in json.loads(events.getvalue())["left_out"]
 
 
@@ -267,7 +267,7 @@ def test_the_help_names_all_sections_and_sizes(capsys):
     assert cli.main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(section.name in out for section in SECTIONS) and all(size in out for size in sections.SIZES)
-    assert SUBCOMMANDS["bench"] == ("gpu",) and sum(section.share for section in SECTIONS) == pytest.approx(1)
+    assert SUBCOMMANDS["bench"] == ("gpu",) and sum(section.time_fraction for section in SECTIONS) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_the_scores_are_those_of_each_reward_on_its_own_rows():
         for index, score in zip(of_source, alone, strict=True):
             got = found[index]
             assert (got.value, got.failure, got.parts) == (score.value, score.failure, score.parts), source
-            assert got.terms == (score.terms or {"reward": score.value}), source
+            assert got.gdpo_parts == (score.gdpo_parts or {"reward": score.value}), source
     by_source = {
         source: [score for score, r in zip(found, responses, strict=True) if r.data_source == source] for source in ROWS
     }
@@ -185,7 +185,7 @@ def test_sums_of_sources_and_sources_of_sums_may_be_nested():
     reward = Weighted({"task": inner, "extra": Constant(10)}, {"task": 1.0, "extra": 0.1})
     check_reward(reward)
     a, b = Scorer(reward)(of_sources("a", "b"))
-    assert (a.value, b.value) == (2.0, 6.0) and a.terms == {"task": 1.0, "extra": 10.0}
+    assert (a.value, b.value) == (2.0, 6.0) and a.gdpo_parts == {"task": 1.0, "extra": 10.0}
     assert a.parts == {"task": 1.0, "extra": 10.0}
     assert b.parts == {"task": 5.0, "task_x": 2.0, "task_y": 3.0, "extra": 10.0}
     outer = BySource({"b": reward}, default=Constant(7))
@@ -196,11 +196,11 @@ def test_sums_of_sources_and_sources_of_sums_may_be_nested():
     assert len(list(single_rewards(outer))) == 5
 
 
-def test_every_response_has_the_terms_that_gdpo_normalizes():
+def test_every_response_has_the_parts_that_gdpo_normalizes():
     reward = BySource({"sum": Weighted({"right": Constant(1), "short": Constant(2)}), "plain": Constant(5)})
     both = Scorer(reward)(of_sources("sum", "plain"))
-    assert [score.terms for score in both] == [{"right": 1.0, "short": 2.0}, {"reward": 5.0}]
-    assert reward.term_names == {"right", "short", "reward"}
+    assert [score.gdpo_parts for score in both] == [{"right": 1.0, "short": 2.0}, {"reward": 5.0}]
+    assert reward.gdpo_part_names == {"right", "short", "reward"}
 
 
 def test_turn_values_pass_through():

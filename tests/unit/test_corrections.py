@@ -95,7 +95,7 @@ def test_rejections_follow_the_definition(level, kind, numerator):
 
 
 def batch_of(case):
-    """Return the input of `extra_columns`: the responses of a case, with the columns of a step."""
+    """Return the input of `precomputed_columns`: the responses of a case, with the columns of a step."""
     columns = {"old_logprobs": case.old.astype(np.float32), "rollout_logprobs": case.rollout.astype(np.float32)}
     return AdvantageInputs(np.zeros(len(case.old)), np.zeros(len(case.lengths), int), case.lengths, columns)
 
@@ -110,7 +110,7 @@ def test_batch_normalized_weights_have_the_mean_one_over_the_step(level, mode):
     each = plain if level == "token" else [plain[span.start] for span in case.spans()]
     mean = sum(each) / len(each)
     assert abs(mean - 1) > 1e-3
-    column = correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
+    column = correction.precomputed_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
     case.columns.update(column)
     weights, numbers = correction(loss_inputs(case))
     np.testing.assert_allclose(weights.numpy(), plain / mean, rtol=1e-6)
@@ -126,9 +126,11 @@ def test_tokens_without_a_log_probability_of_the_engine_do_not_count_in_the_mean
     tokens, responses = (ImportanceSampling(level, batch_normalize=True) for level in ("token", "sequence"))
     known = np.arange(15) != 4
     weights = np.minimum(np.exp(case.old - case.rollout), 2.0)
-    scale = lambda correction: next(  # noqa: E731
-        iter(correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0)).values())
-    )
+
+    def scale(correction):
+        columns = correction.precomputed_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
+        return next(iter(columns.values()))
+
     np.testing.assert_allclose(scale(tokens), np.full(15, 1 / weights[known].mean()), rtol=1e-6)
     case.rollout[4] = case.old[4]  # in a product of ratios, the unknown ratio counts as 1
     with_ratio_one = scale(responses)
@@ -140,22 +142,21 @@ def test_weights_that_are_all_zero_are_not_normalized():
     case = make_case(0)
     case.rollout[:] = case.old - 3.0
     correction = ImportanceSampling("token", "mask", 0.5, 2.0, batch_normalize=True)
-    (column,) = correction.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0)).values()
+    rng = np.random.default_rng(0)
+    (column,) = correction.precomputed_columns(batch_of(case), np.zeros(15, np.float32), rng).values()
     assert (column == 1).all()
-    nothing = AdvantageInputs(
-        np.zeros(0), np.zeros(0, int), np.zeros(0, int), {name: np.zeros(0, np.float32) for name in correction.needs}
-    )
-    assert all(len(c) == 0 for c in correction.extra_columns(nothing, np.zeros(0), np.random.default_rng(0)).values())
+    columns = {name: np.zeros(0, np.float32) for name in correction.required_inputs}
+    nothing = AdvantageInputs(np.zeros(0), np.zeros(0, int), np.zeros(0, int), columns)
+    assert all(len(c) == 0 for c in correction.precomputed_columns(nothing, np.zeros(0), rng).values())
 
 
 def test_a_product_passes_on_what_its_corrections_need():
     case = make_case(3)
     first, second = ImportanceSampling(batch_normalize=True), ImportanceSampling("sequence", batch_normalize=True)
     both = Product([Rejection(0.5), first, second])
-    assert (
-        both.needs == {"old_logprobs", "rollout_logprobs"} and Product([Rejection(0.5), OffPolicyMask()]).needs == set()
-    )
-    columns = both.extra_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
+    assert both.required_inputs == {"old_logprobs", "rollout_logprobs"}
+    assert Product([Rejection(0.5), OffPolicyMask()]).required_inputs == set()
+    columns = both.precomputed_columns(batch_of(case), np.zeros(15, np.float32), np.random.default_rng(0))
     case.columns.update(columns)
     inputs = loss_inputs(case)
     expected = Rejection(0.5)(inputs)[0] * first(inputs)[0] * second(inputs)[0]
@@ -299,7 +300,8 @@ def test_the_objective_weighs_the_policy_loss_alone():
     np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-9)
     np.testing.assert_allclose(numbers["policy/kl_ref"].numpy(), penalty, rtol=1e-9)
     assert {"loss/clip_fraction", "correction/weight_mean"} <= set(numbers)
-    assert objective.needs == {"ref_logprobs"} and objective.uses_entropy and not objective.zero_at_zero_advantage
+    assert objective.required_inputs == {"ref_logprobs"}
+    assert objective.uses_entropy and not objective.zero_at_zero_advantage
     changed = objective.with_coefs({"kl_loss": 0.0, "kl_reward": 7.0})
     assert objective.coefs == {"kl_loss": kl.coef, "entropy": 0.01} and changed.coefs == {
         "kl_loss": 0.0,
@@ -412,10 +414,10 @@ class Likely:
     column: str = "likely"
 
     @property
-    def needs(self):
+    def required_inputs(self):
         return {"rollout_logprobs", "entropies"}
 
-    def extra_columns(self, batch, advantages, rng):
+    def precomputed_columns(self, batch, advantages, rng):
         logprobs = batch.columns["rollout_logprobs"]
         return {self.column: (logprobs > np.nanquantile(logprobs, self.quantile)).astype(np.float32)}
 
@@ -423,18 +425,19 @@ class Likely:
         return inputs.columns[self.column], {}
 
 
-def test_needs_and_extra_columns_of_a_correction_are_those_of_the_objective():
+def test_needs_and_precomputed_columns_of_a_correction_are_those_of_the_objective():
     both = Product([ImportanceSampling(), Likely(), Product([Likely(0.2, "rather_likely")])])
     objective = Objective(KLCov(), both)
-    assert objective.needs == {"old_logprobs", "rollout_logprobs", "entropies"} == KLCov.needs | both.needs
-    assert Objective(PPOClip(), ImportanceSampling()).needs == frozenset()
+    assert objective.required_inputs == {"old_logprobs", "rollout_logprobs", "entropies"}
+    assert objective.required_inputs == KLCov.required_inputs | both.required_inputs
+    assert Objective(PPOClip(), ImportanceSampling()).required_inputs == frozenset()
     rollout = np.array([-1.0, -2.0, np.nan, -3.0, -4.0], np.float32)
     columns = {"rollout_logprobs": rollout, "old_logprobs": np.array([-1.0, -2.0, -1.0, -3.0, -4.0], np.float32)}
     batch = AdvantageInputs(np.zeros(5), np.zeros(2, int), np.array([3, 2]), columns)
-    found = objective.extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))
+    found = objective.precomputed_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))
     assert set(found) == {"kl_cov", "likely", "rather_likely"}
     assert found["likely"].tolist() == [1, 1, 0, 0, 0] and found["rather_likely"].tolist() == [1, 1, 0, 1, 0]
     with pytest.raises(
-        ValueError, match=r"extra_columns of Likely \(.*\) returned 'likely', but another column has this name"
+        ValueError, match=r"precomputed_columns of Likely \(.*\) returned 'likely', but another column has this name"
     ):
-        Product([Likely(), Likely(0.2)]).extra_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))
+        Product([Likely(), Likely(0.2)]).precomputed_columns(batch, np.ones(5, np.float32), np.random.default_rng(0))

@@ -341,7 +341,7 @@ def test_a_derived_family_is_equal_to_the_built_in_one(name):
         arch = replace(arch, parts=arch.parts - PARTS_BY_HAND.get(name, frozenset()))
         assert derived.read(config) == arch, other
         assert derived.param_mappings(arch) == built_in.param_mappings(arch), other
-        assert derived.fusions(arch) == built_in.fusions(arch), other
+        assert derived.fused_params_of(arch) == built_in.fused_params_of(arch), other
     assert derived.has_mtp_layers == built_in.has_mtp_layers
     assert derived.supported_by_sglang == built_in.supported_by_sglang
     assert derived.engine_unsupported_parts == built_in.engine_unsupported_parts - PARTS_BY_HAND.get(name, frozenset())
@@ -424,7 +424,7 @@ def test_the_check_of_a_layout_has_the_verdict_of_mrl_certify(monkeypatch, tmp_p
     config = hydra_entry.compose_config(hydra_entry.check_overrides(["experiment=quickstart", f"run.dir={tmp_path}"]))
     monkeypatch.setattr(certify.plan_tools, "plan_parity", lambda config: SimpleNamespace(dims="tp2"))
     monkeypatch.setattr(certify.build, "certify", lambda plan, loss: [])
-    certify.layout_job(config)
+    certify.certify_layout(config)
     done = SimpleNamespace(stdout=capsys.readouterr().out, stderr="", returncode=0)
     monkeypatch.setattr(command.subprocess, "run", lambda *_, **options: done)
     check = command._certify("tp", "mine.py:MINE", tmp_path)

@@ -60,12 +60,14 @@ def test_the_loss_is_the_divergence_times_its_coefficient_plus_the_other_loss():
 
 
 def test_the_loss_declares_what_it_reads_and_whether_log_probabilities_get_a_gradient():
-    assert Distillation().needs == {"teacher_hidden"} and Distillation(top_k=3).needs == {"teacher_top_k"}
+    assert Distillation().required_inputs == {"teacher_hidden"}
+    assert Distillation(top_k=3).required_inputs == {"teacher_top_k"}
     both = Distillation(reward_loss=KLCov())
-    assert both.needs == {"teacher_hidden", "old_logprobs"} and both.uses_logprobs and not both.zero_at_zero_advantage
+    assert both.required_inputs == {"teacher_hidden", "old_logprobs"}
+    assert both.uses_logprobs and not both.zero_at_zero_advantage
     batch = AdvantageInputs(np.zeros(3), np.zeros(1, int), np.array([3]), {"old_logprobs": np.zeros(3, np.float32)})
-    found = both.extra_columns(batch, np.ones(3, np.float32), np.random.default_rng(0))
-    assert list(found) == ["kl_cov"] and Distillation().extra_columns(batch, np.ones(3), None) == {}
+    found = both.precomputed_columns(batch, np.ones(3, np.float32), np.random.default_rng(0))
+    assert list(found) == ["kl_cov"] and Distillation().precomputed_columns(batch, np.ones(3), None) == {}
     assert not Objective(Distillation()).uses_logprobs and Objective(both).distillation is both
     assert Objective(PPOClip()).uses_logprobs and Objective(PPOClip()).distillation is None
 
@@ -98,7 +100,7 @@ def planned(tmp_path, *overrides, teacher="Qwen3-8B", algorithm="distill_vocab")
     paths = [f"roles.teacher.path={folder_of(teacher, tmp_path)}"] if teacher else []
     config = config_of("Qwen3-4B", tmp_path, f"algorithm={algorithm}", *paths, *overrides)
     parts = build_algorithm(config)
-    return config, parts, plan_models(config, parts.needs, weights=False)
+    return config, parts, plan_models(config, parts.required_inputs, weights=False)
 
 
 def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_layer(tmp_path):
@@ -111,7 +113,7 @@ def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_l
     assert algorithm.objective.correction is None
     top_k = planned(tmp_path, algorithm="distill_top_k")
     check_distillation(*top_k)
-    assert top_k[1].needs == {"teacher_top_k"} and not teacher_output_layer_folders(top_k[0], top_k[1], {})
+    assert top_k[1].required_inputs == {"teacher_top_k"} and not teacher_output_layer_folders(top_k[0], top_k[1], {})
 
 
 @pytest.mark.extended

@@ -45,7 +45,7 @@ from mrl.doctor.host_facts import (
     HostGpus,
     PeerConnection,
     Requirements,
-    outliers,
+    hosts_that_differ,
 )
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 from mrl.doctor.requirements import process_groups
@@ -275,7 +275,7 @@ def test_findings_that_differ_in_their_hosts_are_merged_and_the_most_severe_come
     first, second = merge_findings([*findings, severe])
     assert first == severe and format_hosts(second.hosts) == "p, q, r, s, t, u and 2 more"
     assert [exit_status(some) for some in ([], [second], [second, first])] == [0, 1, 2]
-    assert outliers(dict(a=1, b=1, c=2)) == dict(c=2) and outliers({}) == {}
+    assert hosts_that_differ(dict(a=1, b=1, c=2)) == dict(c=2) and hosts_that_differ({}) == {}
 
 
 @pytest.mark.extended
@@ -410,8 +410,8 @@ def test_existing_checkpoints_reduce_the_space_that_is_needed(tmp_path):
 
 @pytest.mark.extended
 def test_a_point_of_a_sweep_is_checked_by_its_folder(tmp_path, capsys):
-    fixed = ("experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs")
-    Sweep(tmp_path / "a=b", "g", "reward/mean", True, fixed, (("parallel.tp=3",), ("parallel.tp=2",))).write()
+    shared = ("experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs")
+    Sweep(tmp_path / "a=b", "g", "reward/mean", True, shared, (("parallel.tp=3",), ("parallel.tp=2",))).write()
     options = doctor._parser().parse_args([f"--point={tmp_path}/a=b/1"])
     required = doctor.read_requirements(doctor._config_keys(options))
     assert required.mistakes == [] and required.gpus == 3 and required.run_dir == f"{tmp_path}/a=b/1"

@@ -27,7 +27,7 @@ from mrl.controller.plan_step import (
 from mrl.core.types import OFFLINE
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.trajectory import (
-    control_columns,
+    driver_columns,
     known_rollout_logprobs,
     offline_groups,
     to_block,
@@ -144,12 +144,12 @@ def test_a_sampler_and_group_sizes_are_built_and_identified_by_their_node(config
         "++rollout.group_sizes._target_=mrl.data.samplers.ByDifficulty",
     )  # fmt: skip
     train = prompts_of(own)
-    rules = plan_prompt_drawing(own, train)
-    rows = prompt_stream(own, train, rules).take(10)
+    prompt_drawing = plan_prompt_drawing(own, train)
+    rows = prompt_stream(own, train, prompt_drawing).take(10)
     assert sorted(train.extra_info(row)["index"] for row in rows.tolist()) == list(range(10))
-    assert json.loads(rules.name) == own.data.sampler and rules.keeps_history
+    assert json.loads(prompt_drawing.name) == own.data.sampler and prompt_drawing.needs_history
     assert (
-        plan_prompt_drawing(config(), train).sampler is None and not plan_prompt_drawing(config(), train).keeps_history
+        plan_prompt_drawing(config(), train).sampler is None and not plan_prompt_drawing(config(), train).needs_history
     )
 
 
@@ -234,7 +234,7 @@ def test_rows_of_a_file_become_groups_of_a_step_with_the_prompts_of_training(off
     (sample, other) = groups[0].samples
     assert sample.prompt == other.prompt == train.encode((-1 - sample.row) // 2)
     block = with_offline_column(to_block(groups), 2)
-    columns = control_columns(groups)
+    columns = driver_columns(groups)
     assert (columns["weight_versions"] == 1).all() and not columns["truncated"].any() and (columns["rows"] < 0).all()
     lengths = block.sampled_lengths
     np.testing.assert_array_equal(block.columns[OFFLINE], np.repeat([0, 0, 1, 1], lengths))

@@ -130,8 +130,8 @@ def weight(name: str) -> np.ndarray:
 
 def compare(engine: Side, trainer: Side) -> tuple[str, Cause] | None:
     """Return the name of the first trace point that differs, and the cause. None if nothing differs."""
-    differences, tied = compare_points(engine.trace, trainer.trace, BLOCK, 1, 3e-5)
-    assert not tied.any()
+    differences, undecided = compare_points(engine.trace, trainer.trace, BLOCK, 1, 3e-5)
+    assert not undecided.any()
     first = next((each for each in differences if not each.within), None)
     return None if first is None else (first.name, diagnose(first, engine, trainer, BLOCK, FACTS))
 
@@ -274,14 +274,14 @@ def test_only_the_routing_of_tokens_that_round_off_sends_to_other_experts_is_not
     flipped = logits.copy()
     flipped[4, 1:3] = 0.499, 0.5  # position 4 of row 0; later tokens of the row attend to it
     sides = [moe_side("engine", routing(logits), logits), moe_side("trainer", routing(flipped), logits)]
-    differences, tied = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=0.1)
-    assert all(each.within for each in differences) and np.flatnonzero(tied).tolist() == [4, 5, 6]
+    differences, undecided = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=0.1)
+    assert all(each.within for each in differences) and np.flatnonzero(undecided).tolist() == [4, 5, 6]
     for side, value in zip(sides, (1.0, 2.0), strict=True):
         side.trace["layers.0.routed_experts"] = np.where(np.arange(len(logits)) == 4, value, 1.0)[:, None]
     found, _ = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=0.1)
     assert [(each.point, each.within, each.token) for each in found][2:] == [("routed_experts", False, 4)]
-    differences, tied = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=3e-5)
-    assert [each.within for each in differences][:2] == [True, False] and not tied.any(), "float32 decides"
+    differences, undecided = compare_points(sides[0].trace, sides[1].trace, BLOCK, 1, tolerance=3e-5)
+    assert [each.within for each in differences][:2] == [True, False] and not undecided.any(), "float32 decides"
 
 
 def test_experts_in_another_order_and_layers_in_another_order_are_named():

@@ -165,7 +165,7 @@ def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypa
     class FakeRayEngine:
         def __init__(self, slots, arguments, log_path, env):
             self.slots, self.url, self.log_path = slots, log_path.stem, log_path
-            started.append((slots(), arguments["random_seed"], log_path.name, env["MRL_STACKS_NAME"]))
+            started.append((slots(), arguments["random_seed"], log_path.name, env["MRL_PROCESS_NAME"]))
 
         def start(self) -> None: ...
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import make_family
 
 from models.conversion import convert_checkpoint, hf_reader
-from models.conversion.expert_stacks import dequantize_mxfp4, is_stacked, stack_part, stored_name, stored_tensors
+from models.conversion.expert_stacks import dequantize_mxfp4, expert_slice_of, is_stacked, stored_name, stored_tensors
 from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.hf_writer import write_export
 from models.families import family_of
@@ -63,13 +63,13 @@ def test_names_of_the_table_and_of_the_folder():
     matrix, bias = "model.layers.2.mlp.experts.3.down_proj", "model.layers.2.mlp.experts.3.down_proj_bias"
     assert stored_name(matrix) == "model.layers.2.mlp.experts.down_proj"
     assert stored_name(bias) == "model.layers.2.mlp.experts.down_proj_bias"
-    assert stack_part(matrix).index == 3 and stack_part(matrix).stored_shape((2, 5)) == (5, 2)
-    assert stack_part(bias).stored_shape((5,)) == (5,)
+    assert expert_slice_of(matrix).index == 3 and expert_slice_of(matrix).stored_shape((2, 5)) == (5, 2)
+    assert expert_slice_of(bias).stored_shape((5,)) == (5,)
     other = "model.layers.2.mlp.experts.3.down_proj.weight"  # of families that store the experts one by one
     assert stored_name(other) == other and not is_stacked(other)
     assert is_stacked("model.layers.{layer}.mlp.experts.{expert}.down_proj")
-    kinds = {f"a.experts.{expert}.x": ("F32", (2, 5)) for expert in (1, 0, 2)} | dict(b=("BF16", (4,)))
-    assert stored_tensors(kinds) == {"a.experts.x": ("F32", (3, 5, 2)), "b": ("BF16", (4,))}
+    specs = {f"a.experts.{expert}.x": ("F32", (2, 5)) for expert in (1, 0, 2)} | dict(b=("BF16", (4,)))
+    assert stored_tensors(specs) == {"a.experts.x": ("F32", (3, 5, 2)), "b": ("BF16", (4,))}
 
 
 def test_mxfp4_is_dequantized_as_in_transformers():

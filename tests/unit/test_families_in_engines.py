@@ -13,7 +13,7 @@ from tiny_families import GEMMA, LONG_ROPE, RECURRENT, SIZES, YARN_ROPE, config_
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config import hydra_entry
-from mrl.controller.plan_models import engine_topology
+from mrl.controller.plan_models import engine_parallel_sizes
 from mrl.weight_sync.engine_layout import EngineParallelSizes, check_heads
 from parallel.rope import Rope
 
@@ -188,12 +188,12 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
     config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
     if not is_refused:
-        assert engine_topology(config, actor).tp == 4
+        assert engine_parallel_sizes(config, actor).tp == 4
         return
     with pytest.raises(
         ValueError, match=r"rollout.engine_tp=4: .* 2 key/value heads of Olmo2ForCausalLM; use at most 2"
     ):
-        engine_topology(config, actor)
+        engine_parallel_sizes(config, actor)
 
 
 @pytest.mark.extended
@@ -219,7 +219,7 @@ def test_engines_on_gpus_compute_in_float32_only_in_deterministic_inference(
         if is_refused
         else nullcontext()
     ):
-        engine_topology(config, actor)
+        engine_parallel_sizes(config, actor)
 
 
 def test_engines_with_sparse_attention_compute_in_bfloat16(fields):
@@ -247,7 +247,7 @@ def test_engines_of_some_families_need_gpus(fields, tmp_path, name):
     keys = [f"model.path={tmp_path}", "model.dtype=float32", "run.dir=out", "sglang.device=cpu"]
     config = hydra_entry.compose_config(hydra_entry.check_overrides(keys))
     with pytest.raises(ValueError, match=rf"SGLang 0.5.23 has no kernels for {hf.architecture} on a CPU"):
-        engine_topology(config, actor)
+        engine_parallel_sizes(config, actor)
 
 
 @pytest.mark.extended
@@ -256,11 +256,11 @@ def test_engine_ranks_that_share_an_expert_cannot_receive_biases(fields, tmp_pat
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
     keys = [f"model.path={tmp_path}", "run.dir=out", "rollout.engine_tp=2", "cluster.address=auto"]
 
-    def topology(*more: str) -> EngineParallelSizes:
-        return engine_topology(hydra_entry.compose_config(hydra_entry.check_overrides([*keys, *more])), actor)
+    def parallel_sizes(*more: str) -> EngineParallelSizes:
+        return engine_parallel_sizes(hydra_entry.compose_config(hydra_entry.check_overrides([*keys, *more])), actor)
 
     with pytest.raises(
         ValueError, match=r"2 engine ranks would share each expert.* set sglang.ep_size=2, or weight_sync"
     ):
-        topology()
-    assert topology("sglang.ep_size=2").ep == 2 and topology("weight_sync.transport=disk").tp == 2
+        parallel_sizes()
+    assert parallel_sizes("sglang.ep_size=2").ep == 2 and parallel_sizes("weight_sync.transport=disk").tp == 2

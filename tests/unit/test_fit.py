@@ -391,7 +391,7 @@ def test_the_updates_of_each_step_are_counted_from_0():
     begin_update = world.begin_update
 
     def counting(*arguments, **selection):
-        indices.append(selection["index"])
+        indices.append(selection["update_index"])
         return begin_update(*arguments, **selection)
 
     def two_updates(trainer):

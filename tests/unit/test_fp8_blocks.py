@@ -117,9 +117,9 @@ def architecture(family, **sizes) -> Architecture:
     return Architecture(41, 64, Rope(rope_theta=1e4, dim=128), False, transformer, SIZES | sizes)
 
 
-def fp8_plan(family, axes, topology, bucket_bytes, num_engines=1):
+def fp8_plan(family, axes, parallel_sizes, bucket_bytes, num_engines=1):
     arch, dims = architecture(family), ParallelDims(**axes)
-    layout = EngineLayout.of(family, arch, EngineParallelSizes(*topology)).with_block_scales()
+    layout = EngineLayout.of(family, arch, EngineParallelSizes(*parallel_sizes)).with_block_scales()
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(LAYERS, dims))
 
     def dtype_of(param):
@@ -152,7 +152,7 @@ def quantized_parameter(param):
 @pytest.mark.extended_after(3)
 @pytest.mark.parametrize("bucket_bytes", [5000, 1 << 22])
 @pytest.mark.parametrize(
-    ("family", "axes", "topology"),
+    ("family", "axes", "parallel_sizes"),
     [
         (QWEN3, dict(tp=2, pp=2, dp=2), (1,)),
         (QWEN3, dict(tp=2), (2,)),
@@ -162,13 +162,15 @@ def quantized_parameter(param):
         (QWEN3_MOE, dict(pp=2, dp=2, ep=2), (2,)),
     ],
 )
-def test_every_engine_rank_receives_the_parameters_that_sglang_would_quantize(family, axes, topology, bucket_bytes):
+def test_every_engine_rank_receives_the_parameters_that_sglang_would_quantize(
+    family, axes, parallel_sizes, bucket_bytes
+):
     """The expected parameters are those of an unquantized engine, quantized as a whole on each rank."""
-    arch, layout, shards, plan = fp8_plan(family, axes, topology, bucket_bytes)
+    arch, layout, shards, plan = fp8_plan(family, axes, parallel_sizes, bucket_bytes)
     tensors = {name: tensor * 0.05 for name, tensor in tensors_of(family, arch).items()}
-    plain = EngineLayout.of(family, arch, EngineParallelSizes(*topology))
+    plain = EngineLayout.of(family, arch, EngineParallelSizes(*parallel_sizes))
     held = 0
-    for engine_rank in range(topology[0]):
+    for engine_rank in range(parallel_sizes[0]):
         filled = {
             name: torch.zeros(shape, dtype=getattr(torch, layout.dtype_of(name, "bfloat16")))
             for name, shape in layout.param_shapes(engine_rank).items()

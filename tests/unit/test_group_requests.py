@@ -81,7 +81,7 @@ def test_a_reward_that_calls_a_server_gets_each_group_when_it_is_sampled():
 def test_a_request_keeps_its_size_until_it_is_trained():
     buffer = StalenessBuffer(groups_per_step=2, staleness=1)
     buffer.admit([5, 6], 0, [3, 1])
-    state = [(r.number, r.row, r.min_weight_version, r.size) for r in buffer.untrained_requests]
+    state = [(r.serial_number, r.row, r.min_weight_version, r.size) for r in buffer.untrained_requests]
     assert state == [(0, 5, 0, 3), (1, 6, 0, 1)]
     buffer.restore(2, [PromptRequest(*request) for request in state], step=0)
     assert [request.size for request in buffer.in_flight.values()] == [3, 1]
@@ -146,9 +146,9 @@ def collected(monkeypatch, kept, filtered, offline, advantage=GRPO_WITHOUT_STD) 
     worker = object.__new__(RolloutWorker)
     pipeline = AdvantagePipeline(advantage, PPOClip())
     worker.spec = spec_of("none", prompts_per_step=2, offline=offline, advantage_pipeline=pipeline)
-    worker._sampled = SampledStep(kept, filtered)
+    worker._sampled_step = SampledStep(kept, filtered)
     numbers = list(range(len(kept) + len(filtered)))
-    worker._taken = StepGroups(numbers[: len(kept)], kept, numbers[len(kept) :], filtered, [])
+    worker._groups_with_numbers = StepGroups(numbers[: len(kept)], kept, numbers[len(kept) :], filtered, [])
     waiting = Mock(num_drawn=3)
     worker._pipeline = Mock(untrained_requests=lambda: [PromptRequest(2, 9, 4, 5)], finished=dict, buffer=waiting)
     worker.engines, worker.train = Mock(take_metrics=dict), Mock(data_source=lambda row: "s", has_images=False)
@@ -180,7 +180,7 @@ def test_a_step_trains_the_rows_of_a_file_after_the_sampled_groups(monkeypatch):
     expected = [1 / 3, -2 / 3, 1 / 3, 0.0, -0.5, 0.5]
     for part, value in zip(advantages, expected, strict=True):
         assert part.tolist() == pytest.approx([value] * len(part))
-    assert not estimates.rejected.any()
+    assert not estimates.excluded.any()
     metrics = rollouts.metrics(4)
     assert metrics["reward/mean"] == pytest.approx(1 / 3) and metrics["batch/offline_reward_mean"] == 0.5
     check(metrics)
@@ -190,13 +190,13 @@ def test_rows_of_a_file_keep_their_offline_advantage_and_are_trained_if_the_filt
     filtered = [group(11, Score(1.0), Score(1.0)), group(12, Score(0.0), Score(0.0))]
     rollouts, estimates = collected(monkeypatch, [], filtered, offline_rows(advantage=0.25))
     assert estimates.columns["advantages"][-6:].tolist() == [0.25] * 6
-    assert estimates.rejected.tolist() == [True] * 4 + [False] * 2
+    assert estimates.excluded.tolist() == [True] * 4 + [False] * 2
     assert estimates.zero_advantage.tolist() == [True] * 4 + [False] * 2
     assert rollouts.prompt_rewards == [(11, 1.0), (12, 0.0)], "prompts learn from rejected groups, too"
 
 
 def test_gdpo_reads_the_rewards_of_rows_of_a_file(monkeypatch):
-    kept = [group(11, Score(1.0, terms={"right": 1.0}), Score(0.0, terms={"right": 0.0}))]
+    kept = [group(11, Score(1.0, gdpo_parts={"right": 1.0}), Score(0.0, gdpo_parts={"right": 0.0}))]
     rollouts, estimates = collected(monkeypatch, kept, [], offline_rows(), GDPO(normalize_batch=False))
     ends = np.cumsum(rollouts.sampled_lengths)
     assert estimates.columns["advantages"][ends - 1].tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707], abs=1e-3)

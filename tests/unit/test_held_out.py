@@ -222,7 +222,7 @@ def test_by_default_all_sets_are_sampled_once_at_temperature_1_and_once_greedily
     sets = "data.test_sets={plain: [a.jsonl], few: {files: [b.jsonl], rows: 3}}"
     sampled, greedy = evaluations_of(sets, "trainer.eval_rows=20")
     assert (
-        (sampled.kind, greedy.kind) == ("sampled", "greedy")
+        (sampled.metric_suffix, greedy.metric_suffix) == ("sampled", "greedy")
         and sampled.has_overall_metrics
         and greedy.has_overall_metrics
     )
@@ -244,7 +244,7 @@ def test_a_set_says_how_it_is_sampled_and_scored():
     assert sampled.sampling == SamplingParams(7, stop=("Q:",)) and greedy.sampling == replace(
         sampled.sampling, temperature=0.0
     )
-    assert (sampled.kind, greedy.kind) == ("sampled", "greedy") and not sampled.has_overall_metrics
+    assert (sampled.metric_suffix, greedy.metric_suffix) == ("sampled", "greedy") and not sampled.has_overall_metrics
     assert sampled.reward is greedy.reward == GSM8K(strict=False) and sampled.sets == {"gsm": 5}
 
 

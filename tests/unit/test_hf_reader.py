@@ -18,9 +18,9 @@ from mrl.commands.convert import main
 def sharded(folder) -> None:
     """Rewrite the weights of the folder as several files with an index."""
     tensors = load_file(folder / "model.safetensors")
-    kinds = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     with ResumableFolder.beside(folder.with_name("sharded"), {}) as partial:
-        writer = HFFolderWriter(partial, kinds, 30_000)
+        writer = HFFolderWriter(partial, specs, 30_000)
         for name, tensor in tensors.items():
             writer.write(name, tensor)
         writer.complete(folder, {})

@@ -118,7 +118,8 @@ def test_no_objective_waits_for_the_device(name):
         objective = build_objective(from_hydra(compose("config", overrides)))
     case = make_case(0)
     inputs = loss_inputs(case, torch.tensor(case.logprobs, requires_grad=True))
-    inputs = replace(inputs, columns=dict(inputs.columns) | dict.fromkeys(objective.needs, inputs.old_logprobs))
+    required = dict.fromkeys(objective.required_inputs, inputs.old_logprobs)
+    inputs = replace(inputs, columns=dict(inputs.columns) | required)
     if objective.distillation:
         inputs = replace(inputs, columns=inputs.columns | dict.fromkeys(DIVERGENCE_OUTPUTS, inputs.logprobs))
     with HostWaits() as waits:

@@ -142,7 +142,7 @@ def test_layers_with_a_window_have_a_linear_cost(fields):
     assert quadratic == full_quadratic / 4 and full_quadratic == 4 * 2 * 32 / 2
     assert linear - full_linear == 3 * 2 * 32 * 9, "three layers: scores and values of 32 channels, for 9 keys"
     shape = ModelShape.of(FAMILIES["Olmo3ForCausalLM"], windowed)
-    assert shape.attended_squares(10.0) == 10.0 and shape.attended_squares(100.0) == (3 * 2 * 9 + 100) / 4
+    assert shape.limit_to_windows(10.0) == 10.0 and shape.limit_to_windows(100.0) == (3 * 2 * 9 + 100) / 4
 
 
 def test_layers_with_a_window_have_a_rotary_embedding_of_their_own(fields):

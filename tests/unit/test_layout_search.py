@@ -247,7 +247,7 @@ def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, alg
     printed = json.loads(out)
     assert code == 0 and len(printed["best"]) == 5
     arch, _ = model_of(QWEN3_30B_A3B)
-    for candidate in [*printed["best"], *printed["best_of_each"]]:
+    for candidate in [*printed["best"], *printed["best_of_each_placement_and_mode"]]:
         pasted = [word.strip("'") for word in candidate["overrides"]]
         config = hydra_entry.compose_config(
             hydra_entry.check_overrides([*words, "run.dir=x", "data.train=[x.jsonl]", *pasted])

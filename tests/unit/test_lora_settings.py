@@ -119,7 +119,7 @@ def test_the_vision_tower_of_an_image_model_has_no_adapters(tmp_path, name):
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert adapted == {f"decoder.layers.{layer}.{name}.weight" for layer in range(arch.num_layers) for name in linears}
     shape = ModelShape.of_adapters(family, arch, LORA)
-    assert shape.frozen_weights == 0 and shape.num_parameters == shape.num_weights
+    assert shape.frozen_vision_weights == 0 and shape.num_parameters == shape.num_weights
 
 
 @pytest.mark.extended_after(10)

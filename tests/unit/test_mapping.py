@@ -146,7 +146,7 @@ def test_the_input_projection_of_a_gated_delta_net_is_ordered_by_key_heads():
     assert old.to_megatron([qkvz, ba], sizes, 0, 1).flatten().tolist() == expected
     boxes = new.split_over_ranks(sizes, 2)
     assert [[box.starts[0] for box in ranks[1]] for ranks in boxes.values()] == [[1, 3, 6], [2], [2], [2]]
-    assert [new.first_section(name) for name in new.hf] == [0, 3, 4, 5]
+    assert [new.first_shape_index(name) for name in new.hf] == [0, 3, 4, 5]
 
 
 def test_biases_are_merged_like_weights():

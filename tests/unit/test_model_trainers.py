@@ -23,16 +23,17 @@ from parallel.trainer_config import OptimConfig
 
 
 class Group:
-    """Stands in for a worker group. Partitions the steps, and makes up the reports."""
+    """Stands in for a worker group. Partitions the mini-batches, and makes up the reports."""
 
-    def begin_update(self, steps, packing, *, weighting, lrs, loss, temperature):
-        self.steps, self.lrs, self.loss = steps, lrs, loss
-        reports = [self._report(step, partition_step(step, ParallelDims(), packing, weighting)) for step in steps]
+    def begin_update(self, mini_batches, packing, *, weighting, lrs, loss, temperature):
+        self.mini_batches, self.lrs, self.loss = mini_batches, lrs, loss
+        parts = [partition_step(batch, ParallelDims(), packing, weighting) for batch in mini_batches]
+        reports = [self._report(batch, part) for batch, part in zip(mini_batches, parts, strict=True)]
         return PendingCall(lambda: reports)
 
     @staticmethod
-    def _report(step, partition) -> UpdateReport:
-        tokens = float(step.sampled_lengths[step.rows].sum())
+    def _report(batch, partition) -> UpdateReport:
+        tokens = float(batch.sampled_lengths[batch.rows].sum())
         sums = dict(loss=1.0, tokens=tokens, mismatch_abs=0.5 * tokens, entropy=2.0 * tokens) if tokens else {}
         if tokens:  # trainer and engine agree, so every ratio is 1
             ones = ("mismatch/count", "mismatch/ratio", "mismatch/ratio_squared")
@@ -68,7 +69,7 @@ def update(
     advantages: list[float],
     mini_batches: int,
     epochs: int = 1,
-    rejected: tuple[int, ...] = (),
+    excluded: tuple[int, ...] = (),
     counts: list[int] | None = None,
     rows: np.ndarray | None = None,
     all_filtered: bool = False,  # if true, the update gets no estimates
@@ -76,7 +77,7 @@ def update(
     count, group = len(advantages), Group()
     rollouts = rollouts_of(count, all_filtered)
     drawn = None if counts is None else np.array(counts)
-    result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {}, drawn)
+    result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), excluded), {}, drawn)
     policy = actor_trainer(group, Objective(PPOClip()), mini_batches, epochs)
     if all_filtered:
         with pytest.raises(ValueError, match=r"update\(\) got no estimates, but the loss PPOClip is 0 without"):
@@ -92,13 +93,13 @@ def test_the_observer_of_updates_gets_the_index_of_the_update_in_its_step():
 
     class Observer:
         def watch(self, group, update, step):
-            observed.append((step, update.index))
+            observed.append((step, update.update_index))
             return nullcontext([])
 
     policy = actor_trainer(Group(), Objective(PPOClip()))
     policy = replace(policy, updates=replace(policy.updates, observer=Observer()))
     for index in range(2):
-        policy.begin_update(rollouts_of(2), None, step=4, coefs={}, loss=CrossEntropy(), index=index).result()
+        policy.begin_update(rollouts_of(2), None, step=4, coefs={}, loss=CrossEntropy(), update_index=index).result()
     assert observed == [(4, 0), (4, 1)]
 
 
@@ -113,60 +114,62 @@ def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
     assert group.lrs == [pytest.approx(5 / 100), pytest.approx(6 / 100)], (
         "the schedule counts optimizer steps, not rollouts"
     )
-    assert [len(step.denominator_rows) for step in group.steps] == [4, 4] and metrics["optim/lr"] == group.lrs[-1]
+    assert [len(batch.denominator_rows) for batch in group.mini_batches] == [4, 4]
+    assert metrics["optim/lr"] == group.lrs[-1]
 
 
 def test_a_mini_batch_without_trained_rows_is_still_a_step():
     metrics, group = update([1, -1, 1, 1, 0, 0, 0, 0], mini_batches=2)
-    assert [len(step.rows) for step in group.steps] == [4, 0]
+    assert [len(batch.rows) for batch in group.mini_batches] == [4, 0]
     assert metrics["batch/optimizer_steps"] == 2 and metrics["batch/trained_tokens"] == 10
     assert metrics["loss/policy"] == 0.5 and np.isfinite(list(metrics.values())).all()
 
 
 def test_one_row_is_trained_if_all_advantages_are_zero():
     metrics, group = update([0, 0, 0, 0], mini_batches=1)
-    assert group.steps[0].rows.tolist() == [0] and metrics["batch/trained_tokens"] == 1
+    assert group.mini_batches[0].rows.tolist() == [0] and metrics["batch/trained_tokens"] == 1
 
 
 def test_every_epoch_trains_the_same_mini_batches():
     metrics, group = update([1, -1, 1, 2, 3, 1, 2, 2], mini_batches=2, epochs=3)
     assert metrics["batch/optimizer_steps"] == 6
-    assert [step.rows.tolist() for step in group.steps] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
+    assert [batch.rows.tolist() for batch in group.mini_batches] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
     assert group.lrs == [pytest.approx((13 + number) / 100) for number in range(6)]
 
 
-def test_rejected_rows_are_neither_trained_nor_counted():
-    _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1, 2))
-    assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].denominator_rows.tolist() == [0, 3]
+def test_excluded_rows_are_neither_trained_nor_counted():
+    _, group = update([1, -1, 0, 2], mini_batches=1, excluded=(1, 2))
+    assert group.mini_batches[0].rows.tolist() == [0, 3] and group.mini_batches[0].denominator_rows.tolist() == [0, 3]
 
 
 def test_an_update_without_estimates_trains_no_group_that_the_rollout_filter_rejected():
     _, group = update([1, -1, 0, 2], mini_batches=1, all_filtered=True)
-    assert not len(group.steps[0].denominator_rows)
+    assert not len(group.mini_batches[0].denominator_rows)
 
 
 def test_an_update_without_rows_has_finite_metrics():
     metrics, group = update([1, -1, 0, 2], mini_batches=1, rows=np.zeros(4, bool))
-    assert not len(group.steps[0].denominator_rows) and metrics["batch/zero_advantage_fraction"] == 0
+    assert not len(group.mini_batches[0].denominator_rows) and metrics["batch/zero_advantage_fraction"] == 0
 
 
 def test_a_row_that_is_drawn_twice_is_trained_once_with_twice_the_weight():
-    _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1,), counts=[2, 0, 1, 3])
-    (step,) = group.steps
-    assert step.rows.tolist() == [0, 3] and step.denominator_rows.tolist() == [0, 0, 2, 3, 3, 3]
-    weights = step_weights(step, TokenWeighting())  # the lengths are 1, 2, 3, 4; row 2 has advantage 0
+    _, group = update([1, -1, 0, 2], mini_batches=1, excluded=(1,), counts=[2, 0, 1, 3])
+    (batch,) = group.mini_batches
+    assert batch.rows.tolist() == [0, 3] and batch.denominator_rows.tolist() == [0, 0, 2, 3, 3, 3]
+    weights = step_weights(batch, TokenWeighting())  # the lengths are 1, 2, 3, 4; row 2 has advantage 0
     np.testing.assert_allclose(weights, np.array([2, 0, 0, 3]) / (2 * 1 + 3 + 3 * 4))
 
 
-def test_a_step_is_taken_even_if_every_row_is_rejected():
-    metrics, group = update([1, -1, 0, 2], mini_batches=2, rejected=(0, 1, 2, 3))
-    assert [step.rows.tolist() for step in group.steps] == [[0]] and not len(group.steps[0].denominator_rows)
+def test_a_step_is_taken_even_if_every_row_is_excluded():
+    metrics, group = update([1, -1, 0, 2], mini_batches=2, excluded=(0, 1, 2, 3))
+    (batch,) = group.mini_batches
+    assert batch.rows.tolist() == [0] and not len(batch.denominator_rows)
     assert np.isfinite(metrics["batch/skipped_tokens_fraction"])
 
 
-def test_the_row_that_measures_the_mismatch_is_not_rejected():
-    _, group = update([0, 0, 0, 0], mini_batches=2, rejected=(0, 1))
-    assert [step.rows.tolist() for step in group.steps] == [[2]]
+def test_the_row_that_measures_the_mismatch_is_not_excluded():
+    _, group = update([0, 0, 0, 0], mini_batches=2, excluded=(0, 1))
+    assert [batch.rows.tolist() for batch in group.mini_batches] == [[2]]
 
 
 @pytest.mark.parametrize("loss", [None, CrossEntropy()])
@@ -201,7 +204,7 @@ def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens
     assert _actor_metrics(reports)["loss/clip_fraction"] == (0.5 + 0.0) / 2
 
 
-def test_a_step_that_rejects_every_row_adapts_no_kl_coefficient():
+def test_a_step_that_excludes_every_row_adapts_no_kl_coefficient():
     """The loss of the step has weight 0, so the step has no measured KL."""
     reports = [
         UpdateReport({"tokens": 4.0, "weight": 0.0, "policy/kl_ref": 0.0}, {"seconds": 1.0, "batch/computed_tokens": 4})

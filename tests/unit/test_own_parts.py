@@ -54,7 +54,7 @@ def own(user_file) -> AlgorithmParts:
 
 @pytest.mark.extended
 def test_the_functions_of_the_documentation_are_an_algorithm(own):
-    assert own.needs == {"values", "entropies", "rollout_logprobs", "sum_pi_squared"}
+    assert own.required_inputs == {"values", "entropies", "rollout_logprobs", "sum_pi_squared"}
     assert not own.objective.zero_at_zero_advantage and not own.objective.uses_entropy
     case, rng = make_case(0), np.random.default_rng(0)
     total, rewards = len(case.old), np.array([1.0, 0.0, 1.0, 0.0, 2.0])
@@ -93,7 +93,7 @@ def test_a_token_without_an_engine_log_probability_has_loss_0_if_the_loss_reads_
     case = make_case(0)
     case.rollout[3] = np.nan
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
-    loss.needs = {"rollout_logprobs"}
+    loss.required_inputs = {"rollout_logprobs"}
     found, _ = Objective(loss)(loss_inputs(case, logprobs))
     found.sum().backward()
     assert torch.isfinite(logprobs.grad).all() and found[3] == logprobs.grad[3] == 0 and found[2] != 0
@@ -135,8 +135,10 @@ def test_a_function_with_other_arguments_is_refused_before_the_start(user_file, 
 
 
 def test_a_text_as_needs_is_refused(user_file):
-    user_file("text_needs", "def part(inputs):\n    pass\n\n\npart.needs = 'values'\n")
-    with pytest.raises(ValueError, match=r"part \(.*text_needs.py:1\): needs='values': expected a set of names"):
+    user_file("text_needs", "def part(inputs):\n    pass\n\n\npart.required_inputs = 'values'\n")
+    with pytest.raises(
+        ValueError, match=r"part \(.*text_needs.py:1\): required_inputs='values': expected a set of names"
+    ):
         algorithm("algorithm.advantage._target_=text_needs.part")
 
 
@@ -166,7 +168,7 @@ def test_wrong_advantages_name_the_function(user_file, result, message):
 
 
 def test_an_advantage_that_needs_values_must_return_returns(user_file):
-    user_file("no_returns", "def mine(inputs):\n    return inputs.rewards\n\n\nmine.needs = {'values'}\n")
+    user_file("no_returns", "def mine(inputs):\n    return inputs.rewards\n\n\nmine.required_inputs = {'values'}\n")
     pipeline = algorithm("algorithm.advantage._target_=no_returns.mine").advantage_pipeline
     with pytest.raises(ValueError, match=r"mine \(.*:1\) needs values, but returned no returns: return Advantages"):
         pipeline(SCORED, {"values": np.zeros(5, np.float32)}, 0.0, [0])
@@ -175,14 +177,14 @@ def test_an_advantage_that_needs_values_must_return_returns(user_file):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"mine": np.ones(4)}, r"extra_columns of PPOClip \(mine\) returned an array of shape \(4,\)"),
+        ({"mine": np.ones(4)}, r"precomputed_columns of PPOClip \(mine\) returned an array of shape \(4,\)"),
         ({"mine": ["a"] * 5}, "expected an array of numbers"),
         ({"advantages": np.ones(5)}, "returned 'advantages', but another column has this name"),
     ],
 )
-def test_wrong_extra_columns_are_refused(columns, message):
+def test_wrong_precomputed_columns_are_refused(columns, message):
     loss = PPOClip()
-    object.__setattr__(loss, "extra_columns", lambda batch, advantages, rng: columns)
+    object.__setattr__(loss, "precomputed_columns", lambda batch, advantages, rng: columns)
     pipeline = AdvantagePipeline(lambda inputs: inputs.rewards, Objective(loss))
     with pytest.raises(ValueError, match=message):
         pipeline(SCORED, {}, 0.0, [0])
@@ -243,7 +245,7 @@ def test_a_filter_is_called_once_for_each_replayed_group():
     )
     worker.served, worker._replay = SimpleNamespace(check=lambda: None), lambda step: groups
     assert worker.sample(0, np.arange(3), 0) == 0 and len(calls) == 3
-    assert worker._sampled.kept == [groups[1]] and worker._sampled.filtered == [groups[0], groups[2]]
+    assert worker._sampled_step.kept == [groups[1]] and worker._sampled_step.filtered == [groups[0], groups[2]]
 
 
 def test_a_filter_must_return_a_truth_value():

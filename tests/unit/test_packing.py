@@ -259,7 +259,7 @@ def test_the_attention_of_gpus_with_sinks_equals_a_further_column_of_logits(segm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "supports_varlen", lambda device, dtype: True)
         patch.setattr(attention, "_varlen_kernel", lambda channels: varlen_attn)
-        patch.setattr(attention, "_attention_kernels_with_sinks", sink_kernels)
+        patch.setattr(attention, "_varlen_kernel_pair", sink_kernels)
         packed = pack(segments, CPU, multiple=tp_multiple, chunks_in_token_order=True)
         check_attention(segments, packed, heads, window, seed, sinks=True)
 

@@ -14,7 +14,7 @@ from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import plan_tools
 from mrl.controller.memory_check import MemoryEstimator, advise
-from mrl.controller.plan_models import engine_topology, plan_model
+from mrl.controller.plan_models import engine_parallel_sizes, plan_model
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.planner.engine_memory import kv_bytes, state_bytes
 from mrl.planner.run_memory import GIB
@@ -272,11 +272,11 @@ def test_engines_of_recurrent_layers_need_gpus(tmp_path, model):
     layout = ["cluster=h100", "parallel.tp=2", "parallel.dp=4"]
     config = config_of(model, tmp_path, *layout, "rollout.engine_tp=4")
     actor = MemoryEstimator.of(config).models["actor"]
-    assert engine_topology(config, actor).tp == 4
+    assert engine_parallel_sizes(config, actor).tp == 4
     with pytest.raises(
         ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU; use GPUs, or train .* mrl sft"
     ):
-        engine_topology(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
+        engine_parallel_sizes(config_of(model, tmp_path, *layout, "sglang.device=cpu"), actor)
 
 
 @pytest.mark.extended_after(1)

@@ -30,13 +30,13 @@ def test_each_scenario_changes_one_thing_on_the_same_number_of_gpus():
         changed = {name for name, value in vars(setup).items() if value != vars(base)[name]} - {"in_order"}
         assert changed in (
             {"staleness"},
-            {"extra"},
+            {"extra_groups"},
             {"num_engines", "train_scale"},
             {"num_engines", "train_scale", "colocated"},
         )
         trainers = 6 / setup.train_scale
         assert (trainers if setup.colocated else setup.num_engines * 2 + trainers) == pytest.approx(12)
-        assert not setup.extra or not setup.in_order
+        assert not setup.extra_groups or not setup.in_order
 
 
 def test_staleness_hides_the_time_of_slow_engines():
@@ -108,9 +108,9 @@ def test_a_colocated_run_is_compared_with_divisions_of_the_same_gpus(tmp_path, p
 def test_over_sampling_adds_as_many_groups_as_a_run():
     keys = RolloutPlanKeys.of(["median=3", "prompts_per_step=10", "over_sample_rate=0.25"])
     setup = simulation_input(keys).setup
-    assert setup.extra == num_extra_groups(0.25, 10) == 3
-    scenarios = compare_scenarios(lengths_of(0), SPEEDS, replace(setup, extra=0), GpuCounts(1, 1), 2)
-    extra = {scenario.name: scenario.setup.extra for scenario in scenarios if scenario.setup.extra}
+    assert setup.extra_groups == num_extra_groups(0.25, 10) == 3
+    scenarios = compare_scenarios(lengths_of(0), SPEEDS, replace(setup, extra_groups=0), GpuCounts(1, 1), 2)
+    extra = {scenario.name: scenario.setup.extra_groups for scenario in scenarios if scenario.setup.extra_groups}
     assert extra == {"over-sampling 0.25": 3, "over-sampling 0.5": 5}
 
 

@@ -29,7 +29,7 @@ from mrl.weight_sync.transfer_plan import (
     sent_bytes,
     trainer_shards,
 )
-from mrl.weight_sync.transports import NUM_SLOTS
+from mrl.weight_sync.transports import NUM_TRANSFER_BUFFERS
 from parallel.dims import ParallelDims
 
 DENSE = [dict(dp=8), dict(tp=2, dp=4), dict(tp=2, pp=2, dp=2), dict(tp=4, cp=2)]
@@ -47,10 +47,10 @@ CASES = [(QWEN3, *case) for case in itertools.product(DENSE, ENGINES)] + [
 ]
 
 
-def plan_of(family, axes, topology, num_engines, bucket_bytes=400):
+def plan_of(family, axes, parallel_sizes, num_engines, bucket_bytes=400):
     arch, dims = architecture(family), ParallelDims(**axes)
     shards = trainer_shards(family.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
-    layout = EngineLayout.of(family, arch, topology)
+    layout = EngineLayout.of(family, arch, parallel_sizes)
     return arch, layout, compile_transfer_plan(shards, layout, num_engines, lambda _: ("float32", 4), bucket_bytes)
 
 
@@ -63,34 +63,34 @@ def locations(num_engine_ranks, nodes, seed):
 @pytest.mark.extended_except("2")
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_every_engine_rank_gets_every_byte_once_from_the_trainer_rank_on_its_own_gpu(nodes):
-    for seed, (family, axes, (topology, num_engines)) in enumerate(CASES):
-        arch, layout, transfers = plan_of(family, axes, topology, num_engines)
+    for seed, (family, axes, (parallel_sizes, num_engines)) in enumerate(CASES):
+        arch, layout, transfers = plan_of(family, axes, parallel_sizes, num_engines)
         tensors = tensors_of(family, arch)
-        trainers, engines = locations(num_engines * topology.tp, nodes, seed)
+        trainers, engines = locations(num_engines * parallel_sizes.tp, nodes, seed)
         assert choose_transport("auto", trainers, engines) is Transport.cuda_ipc
         by_sender, by_receiver = _divide_plan(transfers, trainers, engines, relayed=True)
         for engine_rank, part in enumerate(by_receiver):
-            handles = {bucket.sender for bucket, _ in part}  # receiver._connect opens the slots of these trainer ranks
+            handles = {bucket.sender for bucket, _ in part}  # receiver._connect opens buffers of these trainer ranks
             assert {trainers[rank].gpu for rank in handles} == {engines[engine_rank].gpu}, "no other GPU is visible"
             filled = {
                 n: tensors["model.norm.weight"].new_full(s, float("nan"))
-                for n, s in layout.param_shapes(engine_rank % topology.tp).items()
+                for n, s in layout.param_shapes(engine_rank % parallel_sizes.tp).items()
             }
             for bucket, destinations in part:
                 assert bucket.receivers == (engine_rank,)
-                assert bucket is by_sender[bucket.sender].buckets[bucket.index], "both ends use the same slot and keys"
+                assert bucket is by_sender[bucket.sender].buckets[bucket.index], "both use the same buffer and keys"
                 for chunk, destination in zip(bucket.chunks, destinations, strict=True):
                     target = filled[destination.param][destination.box.slices]
                     assert target.isnan().all(), "nothing arrives twice"
                     target.copy_(tensors[chunk.name][chunk.box.slices].view(destination.box.sizes))
-            for name, expected in engine_parameters(layout, engine_rank % topology.tp, tensors).items():
+            for name, expected in engine_parameters(layout, engine_rank % parallel_sizes.tp, tensors).items():
                 assert expected.equal(filled[name].nan_to_num(0.0)), name
 
 
 def steps_of(case, nodes, seed):
-    family, axes, (topology, num_engines) = case
-    _, _, transfers = plan_of(family, axes, topology, num_engines)
-    trainers, engines = locations(num_engines * topology.tp, nodes, seed)
+    family, axes, (parallel_sizes, num_engines) = case
+    _, _, transfers = plan_of(family, axes, parallel_sizes, num_engines)
+    trainers, engines = locations(num_engines * parallel_sizes.tp, nodes, seed)
     relays = {rank: trainers.index(location) for rank, location in enumerate(engines)}
     hosts = [location.host for location in trainers]
     return transfers, relays, hosts, relay_steps(transfers, relays, hosts)
@@ -136,7 +136,11 @@ def test_relays_cannot_wait_for_each_other_in_a_circle(number, dead):
             if position[rank] == len(each):
                 continue
             step = each[position[rank]]
-            earlier = each[max(0, position[rank] - NUM_SLOTS)].bucket if position[rank] >= NUM_SLOTS else None
+            earlier = (
+                each[max(0, position[rank] - NUM_TRANSFER_BUFFERS)].bucket
+                if position[rank] >= NUM_TRANSFER_BUFFERS
+                else None
+            )
             if earlier and set(earlier.receivers) - set(dead) and earlier.index not in acknowledged[rank]:
                 continue
             if step.previous is None:

@@ -215,12 +215,14 @@ def test_two_runs_are_compared_by_config_reward_and_samples(tmp_path):
 
 def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
     points = [(f"optim.lr={lr}", f"run.seed={seed}") for lr in (1, 2) for seed in (0, 1)]
-    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    sweep = dict(group="g", metric="reward/mean", maximize=True, shared_overrides=[], points=points)
+    write_json(tmp_path / "sweep.json", sweep)
     for n, reward in enumerate((0.1, 0.2, 0.8, 0.9)):
         run = make_run(tmp_path / str(n), reward__mean=reward, rollout__truncated_fraction=float(n == 0))
         write_json(run / "status.json", {"status": 0, "seconds": 1.0})
     data = page_data([tmp_path])
-    assert data["best"] == 3 and data["effects"][0][0] == "optim.lr" and data["effects"][0][1] == pytest.approx(0.98)
+    key, fraction = data["explained_variance"][0]
+    assert data["best"] == 3 and key == "optim.lr" and fraction == pytest.approx(0.98)
     assert "by construction" not in answer(data, "Which key changes the result most")
     assert answer(data, "Why is this point the best").startswith(
         "The mean reward of point 3 (optim.lr=2 run.seed=1) stayed at 0.9. "
@@ -233,7 +235,8 @@ def test_a_sweep_names_the_best_point_and_what_matters(tmp_path):
 
 def test_the_curves_of_a_sweep_have_the_labels_and_colors_of_their_points(tmp_path):
     points = [(f"optim.lr={lr}",) for lr in (1, 2, 3)]  # the first point has not started
-    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    sweep = dict(group="g", metric="reward/mean", maximize=True, shared_overrides=[], points=points)
+    write_json(tmp_path / "sweep.json", sweep)
     for n in (1, 2):
         make_run(tmp_path / str(n), reward__mean=n / 10)
     data = page_data([tmp_path])
@@ -244,7 +247,8 @@ def test_the_curves_of_a_sweep_have_the_labels_and_colors_of_their_points(tmp_pa
 
 def test_a_key_with_as_many_values_as_measured_points_explains_everything_by_construction(tmp_path):
     points = [(f"optim.lr={lr}",) for lr in (1, 2, 3, 3)]  # the last point has no result
-    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    sweep = dict(group="g", metric="reward/mean", maximize=True, shared_overrides=[], points=points)
+    write_json(tmp_path / "sweep.json", sweep)
     for n, reward in enumerate((0.1, 0.2, 0.8)):
         write_json(make_run(tmp_path / str(n), reward__mean=reward) / "status.json", {"status": 0, "seconds": 1.0})
     data = page_data([tmp_path])
@@ -464,7 +468,8 @@ def test_failed_tool_calls_are_failures(tmp_path):
 
 def test_a_sweep_says_how_results_are_averaged_whether_the_lead_is_clear_and_which_points_have_problems(tmp_path):
     points = [("optim.lr=1",), ("optim.lr=2",), ("optim.lr=3",)]
-    write_json(tmp_path / "sweep.json", dict(group="g", metric="reward/mean", maximize=True, fixed=[], points=points))
+    sweep = dict(group="g", metric="reward/mean", maximize=True, shared_overrides=[], points=points)
+    write_json(tmp_path / "sweep.json", sweep)
     for n, rewards in enumerate(([0.5, 0.6, 0.7], [0.4, 0.6, 0.6], [0.0, 0.0, 0.0])):
         run = make_run(tmp_path / str(n), rollout__truncated_fraction=float(n == 2))
         write_rewards(run, rewards, truncated=float(n == 2))

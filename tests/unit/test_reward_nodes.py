@@ -191,14 +191,14 @@ def test_nested_sums_and_turn_values_are_added():
     (response,) = of_texts("72")
     total = reward.combine(response, {"parts.turns": Score.of_turns((1.0, 2.0, 3.0)), "parts.whole": Score(0.5)})
     assert total.turn_values == (1.0, 2.0, 8.0) and total.value == 11.0
-    assert total.terms == {"turns": 6.0, "whole": 0.5}
+    assert total.gdpo_parts == {"turns": 6.0, "whole": 0.5}
 
 
-def test_the_terms_of_a_score_are_the_parts_of_the_sum():
+def test_the_gdpo_parts_of_a_score_are_the_parts_of_the_sum():
     judge = [Score(0.5, parts={"num_chars": 900.0}), Score.failed("no answer", {"num_chars": 7.0})]
     reward, (response,) = Weighted({"judge": ExactMatch(), "exact": ExactMatch()}), of_texts("72")
     scores = [reward.combine(response, {"parts.judge": each, "parts.exact": Score(1.0)}) for each in judge]
-    assert [score.terms for score in scores] == [{"judge": 0.5, "exact": 1.0}, {"judge": 0.0, "exact": 1.0}]
+    assert [score.gdpo_parts for score in scores] == [{"judge": 0.5, "exact": 1.0}, {"judge": 0.0, "exact": 1.0}]
     assert scores[0].parts == {"judge": 0.5, "exact": 1.0, "judge_num_chars": 900.0}
     assert scores[1].parts == {"exact": 1.0, "judge_num_chars": 7.0} and scores[1].failure == "judge: no answer"
     assert [as_score(score, response) for score in scores] == scores, "a reward around the sum may pass them on"

@@ -106,8 +106,8 @@ def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen
     shutil.copytree(initial, warm)
     settings = [f"model.path={initial}", f"sft.output={warm}", "roles.reference.parallel.tp=1"]
     composed = config(*settings, f"roles.mine.path={initial}", "roles.other.parallel.tp=1")
-    needs = frozenset({"values", "ref_logprobs", "mine_logprobs", "other_logprobs"})
-    plans = plan_models(composed, needs, actor_path=str(warm) if is_stored else "", weights=False)
+    required_inputs = frozenset({"values", "ref_logprobs", "mine_logprobs", "other_logprobs"})
+    plans = plan_models(composed, required_inputs, actor_path=str(warm) if is_stored else "", weights=False)
     started = {}
 
     class Group:
@@ -127,8 +127,10 @@ def test_a_role_without_a_path_starts_from_the_warm_start(monkeypatch, tiny_qwen
     monkeypatch.setattr(model_processes, "WorkerGroup", Group)
     placements = dict.fromkeys(plans, SimpleNamespace(options=list))
     models = ModelGroups(plans, placements, MemoryScheduler(frozenset()), SimpleNamespace(), ExitStack())
-    others = {name: plan for name, plan in plans.items() if name != ACTOR}
-    plan = SimpleNamespace(config=composed, warm_start=None if is_stored else composed.sft, others=others)
+    models_beside_actor = {name: plan for name, plan in plans.items() if name != ACTOR}
+    plan = SimpleNamespace(
+        config=composed, warm_start=None if is_stored else composed.sft, models_beside_actor=models_beside_actor
+    )
     models.start_others(RunProcesses._paths_of_others(SimpleNamespace(plan=plan)))
     assert started == dict(critic=str(warm), reference=str(warm), mine=str(initial), other=str(warm))
 
@@ -253,7 +255,7 @@ def test_a_role_that_nothing_reads_gets_a_warning_and_is_not_started(tiny_qwen3,
     assert [record.getMessage() for record in own_records()] == [
         "roles.mine: is not started, because no part of the algorithm reads the column mine_logprobs."
     ]
-    assert plan_models(composed, algorithm.needs, weights=False).keys() == {"actor", "reference"}
+    assert plan_models(composed, algorithm.required_inputs, weights=False).keys() == {"actor", "reference"}
 
 
 @pytest.mark.extended_after(1)

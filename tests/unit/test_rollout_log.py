@@ -20,7 +20,7 @@ from mrl.rollout.trajectory import (
     Sample,
     StepGroups,
     Trajectory,
-    control_columns,
+    driver_columns,
     to_block,
     to_scored_batch,
 )
@@ -31,7 +31,7 @@ scores = st.builds(
     value=finite,
     failure=st.none() | st.text(max_size=20),
     parts=st.dictionaries(st.text(max_size=5), finite, max_size=2),
-    terms=st.dictionaries(st.text(max_size=5), finite, max_size=2),
+    gdpo_parts=st.dictionaries(st.text(max_size=5), finite, max_size=2),
 )
 
 
@@ -102,7 +102,7 @@ def test_batches_from_the_log_are_the_same_arrays(tmp_path):
             assert np.array_equal(value, vars(theirs)[name]) if isinstance(value, np.ndarray) else True, name
     samples = [sample for each in groups for sample in each.samples]
     assert np.array_equal(sample_digests(samples), sample_digests([sample for each in back for sample in each.samples]))
-    assert control_columns(groups).keys() == control_columns(back).keys()
+    assert driver_columns(groups).keys() == driver_columns(back).keys()
 
 
 def test_the_first_writer_of_a_step_wins(tmp_path):

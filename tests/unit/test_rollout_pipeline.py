@@ -46,8 +46,8 @@ class PipelineOnServers:
         return [[request] for request in requests]
 
     async def sample(self, requests) -> list[UnscoredGroup]:
-        prompts = [[request.row, request.number] for request in requests]
-        numbers = [request.number for request in requests]
+        prompts = [[request.row, request.serial_number] for request in requests]
+        numbers = [request.serial_number for request in requests]
         completions = await self.engines.generate(numbers, prompts, [SamplingParams(8)] * len(requests))
         return [
             UnscoredGroup(request, prompt, [Trajectory.from_completion(completion)])
@@ -56,7 +56,7 @@ class PipelineOnServers:
 
     def score_groups(self, unscored) -> list[Group]:
         self.before_scoring(unscored)
-        self.scored.append([group.request.number for group in unscored])
+        self.scored.append([group.request.serial_number for group in unscored])
         scores = [Score(float(group.request.row not in self.bad)) for group in unscored]
         return [
             Group([Sample(group.request.row, group.prompt, group.trajectories[0], score)])
@@ -121,7 +121,7 @@ def test_scoring_overlaps_the_sampling_of_other_groups_and_the_work_between_step
 
 @pytest.mark.extended
 def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
-    run = start(StalenessBuffer(SIZE, 0, max_replaced=4), SlowEngine(), bad=(7,))
+    run = start(StalenessBuffer(SIZE, 0, max_replaced_groups=4), SlowEngine(), bad=(7,))
     assert run.sample_step(0, [7, 300], 0) is None and run.scored == [[0]], "row 300 is still being sampled"
     assert run.pipeline.free_capacity() == 1
     groups = run.sample_step(2, [1], 0)
@@ -150,7 +150,7 @@ def test_a_restart_cancels_what_is_in_flight(start):
     run = start(StalenessBuffer(SIZE, 1), SlowEngine())
     assert run.sample_step(0, [3, 3, 500, 500], 0)
     run.pipeline.restart(2, [PromptRequest(0, 8, 0), PromptRequest(1, 9, 0)], 0)
-    assert [request.number for request in run.pipeline.untrained_requests()] == [
+    assert [request.serial_number for request in run.pipeline.untrained_requests()] == [
         0,
         1,
     ] and run.pipeline.free_capacity() == 2
@@ -235,7 +235,7 @@ def test_the_rollout_worker_has_no_coroutine():
 def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
     """This happens when the last engine is lost and replaced."""
     worker, groups = object.__new__(RolloutWorker), StepGroups([0], ["group"], [], [], [])
-    worker.spec, worker._rounds, worker._logged = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
+    worker.spec, worker._rounds, worker._step_from_log = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
     worker._cache, worker._log, worker.served = Mock(), Mock(get=Mock(return_value=None)), Mock()
     worker._pipeline = Mock(take_seconds=lambda: (0.0, 0.0, 0.0), room=lambda: 2)
     worker._pipeline.wait_step.side_effect = [NoEngineError("none"), None, NoEngineError("none"), groups]
@@ -244,4 +244,4 @@ def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
         with pytest.raises(NoEngineError):
             worker.sample(first, np.array(rows), 3)
         worker.sample(first, np.array(rows), 3)
-    assert worker._sampled.rounds == 2
+    assert worker._sampled_step.rounds == 2

@@ -53,7 +53,9 @@ def test_in_order_short_groups_wait_for_long_ones():
 
 
 def test_over_sampling_drops_the_longest_groups():
-    prediction = simulate(groups_of(50, 3, 2, 50, 4, 6), speeds_of(), RolloutSetup(2, 1, staleness=0, extra=1), 2)
+    prediction = simulate(
+        groups_of(50, 3, 2, 50, 4, 6), speeds_of(), RolloutSetup(2, 1, staleness=0, extra_groups=1), 2
+    )
     assert prediction.step_s.tolist() == pytest.approx([3 + 3.5, 6 + 3.5])
     assert prediction.dropped == 2 and prediction.selection_ratio == pytest.approx((15 / 4) / (115 / 6))
 
@@ -72,15 +74,17 @@ def test_a_push_makes_running_requests_prefill_their_tokens_again():
     ("groups", "setup"),
     [
         ([[5], [8]], RolloutSetup(1, 2, staleness=2)),
-        ([[6, 3], [7, 4], [10, 11]], RolloutSetup(1, 2, staleness=1, extra=1)),
+        ([[6, 3], [7, 4], [10, 11]], RolloutSetup(1, 2, staleness=1, extra_groups=1)),
     ],
     ids=["as groups are admitted", "as groups are dropped"],
 )
 def test_a_response_that_finishes_by_rounding_at_the_present_moment_is_not_lost(groups, setup):
     """Times are not exact in binary, so a response may finish at the moment at which groups are admitted or dropped."""
-    lengths = GroupLengths(np.array(groups), np.array([[0, 4, 0], [3, 1, 4]][setup.extra][: len(groups)]), seed=522)
+    lengths = GroupLengths(
+        np.array(groups), np.array([[0, 4, 0], [3, 1, 4]][setup.extra_groups][: len(groups)]), seed=522
+    )
     speeds = speeds_of(train_s=0.3, push_s=0.1, fixed_step_s=0.1)
-    if setup.extra:
+    if setup.extra_groups:
         lengths = replace(lengths, seed=2238)
         speeds = speeds_of(train_s=0.7, push_s=0.5, fixed_step_s=0.1, max_running=2)
     prediction = simulate(lengths, speeds, setup, 12)
@@ -130,13 +134,13 @@ SETUPS = st.builds(
 
 
 @given(LENGTHS, SPEEDS, SETUPS, st.integers(0, 3), st.integers(1, 8))
-def test_no_run_is_faster_than_the_bound_and_no_group_is_too_old(lengths, speeds, setup, extra, steps):
-    setup = RolloutSetup(**{**vars(setup), "extra": 0 if setup.in_order else extra})
+def test_no_run_is_faster_than_the_bound_and_no_group_is_too_old(lengths, speeds, setup, extra_groups, steps):
+    setup = RolloutSetup(**{**vars(setup), "extra_groups": 0 if setup.in_order else extra_groups})
     prediction = simulate(groups_of(*lengths, prompt_tokens=3), speeds, setup, steps)
     assert prediction.seconds() >= prediction.best_possible_s * (1 - 1e-9)
     assert sum(prediction.ages.values()) == steps * setup.prompts_per_step and max(prediction.ages) <= setup.staleness
     assert 0 <= prediction.engine_idle_fraction < 1 and 0 < prediction.occupancy <= 1 + 1e-9
-    assert prediction.dropped == 0 or setup.extra
+    assert prediction.dropped == 0 or setup.extra_groups
 
 
 @given(LENGTHS, SPEEDS, st.integers(1, 4), st.integers(1, 3), st.booleans())

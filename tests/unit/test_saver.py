@@ -51,14 +51,14 @@ def saver(tmp_path, model, discarded):
             every=2, export_every=0, asynchronous=True, timeout_s=60.0, at_end=True, best_metric="reward/mean"
         )
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
-        notes = {"layout": {"tp": 1}}
+        run_description = {"layout": {"tp": 1}}
         export = lambda folder: Path(folder).mkdir(parents=True)  # noqa: E731
         return CheckpointSaver(
             store,
             {"actor": model},
             {},
             CheckpointSchedule(**(defaults | schedule)),
-            notes,
+            run_description,
             discarded.append,
             export,
             tmp_path,

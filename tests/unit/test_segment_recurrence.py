@@ -117,7 +117,7 @@ def test_ranks_find_their_tokens_in_the_gathered_rows(segments, cp):
 
 def test_without_context_parallelism_only_the_end_of_a_pack_is_padding():
     plan = plan_of([Segment(3), Segment(4, 0)], multiple=4)
-    assert plan.num_rows == 8 and plan.rows is None
+    assert plan.num_rows == 8 and plan.row_of_token is None
     assert plan.to_rows(plan.select_tokens(torch.arange(8.0))).tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
 
 

@@ -123,7 +123,7 @@ def test_the_choice_does_not_depend_on_the_size_of_blocks(monkeypatch):
     blocks = []
     scores = sparse_attention.index_scores
     monkeypatch.setattr(sparse_attention, "index_scores", lambda *rows: blocks.append(len(rows[0][0])) or scores(*rows))
-    monkeypatch.setattr(sparse_attention, "INDEX_PRODUCTS", 5 * 2 * HEADS * 18)
+    monkeypatch.setattr(sparse_attention, "MAX_INDEX_PRODUCTS", 5 * 2 * HEADS * 18)
     assert torch.equal(choose_keys(query, key, weights, call, 5), expected)
     assert blocks == [5, 5, 2]
 

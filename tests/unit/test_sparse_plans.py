@@ -13,7 +13,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.controller import plan_tools
 from mrl.controller.plan_engine_dtype import check_fp8_engines
-from mrl.controller.plan_models import check_layout, engine_topology, plan_model
+from mrl.controller.plan_models import check_layout, engine_parallel_sizes, plan_model
 from mrl.planner.activation_bytes import MicroBatchShape, attention_bytes, indexer_working_bytes
 from mrl.planner.engine_memory import kv_bytes
 from mrl.planner.layout_space import LayoutSpace
@@ -22,7 +22,7 @@ from mrl.planner.run_memory import trainer_settings
 from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
 from mrl.weight_sync.engine_layout import EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
-from parallel.trainer_config import INDEX_PRODUCTS
+from parallel.trainer_config import MAX_INDEX_PRODUCTS
 
 INDEXER = 64 * 128 * 1536 + 128 * 7168 + 64 * 7168 + 2 * 128  # weights of one indexer of DeepSeek-V3.2
 
@@ -84,13 +84,13 @@ def test_a_trainer_needs_memory_for_the_products_of_a_block_of_queries(tmp_path)
     def scoring(longest: int) -> int:
         return trainer_memory(shape, dims, TrainerSettings(max_tokens=8192, longest=longest)).stages[3].scoring
 
-    assert scoring(4096) - scoring(2048) == 4 * INDEX_PRODUCTS + 2 * 8192 * 4096
+    assert scoring(4096) - scoring(2048) == 4 * MAX_INDEX_PRODUCTS + 2 * 8192 * 4096
     arch = read("GLM-5", tmp_path)[0]
     shared = ModelShape.of(
         family_of(HFConfig("c", dict(architectures=["GlmMoeDsaForCausalLM"]))), with_indexers(arch, "FSFS")
     )
     batch = MicroBatchShape.of(ParallelDims(), 4096, 2)
-    assert indexer_working_bytes(shared, batch) == 4 * INDEX_PRODUCTS + 4096 * 4096, "the next layer reads the mask"
+    assert indexer_working_bytes(shared, batch) == 4 * MAX_INDEX_PRODUCTS + 4096 * 4096, "the next layer reads the mask"
 
 
 def test_the_longest_sequence_of_a_run_is_that_of_its_config(tmp_path):
@@ -181,8 +181,8 @@ def test_engines_with_sparse_attention_need_gpus_and_bfloat16(tmp_path, model):
     hf = config_json(model, tmp_path)
     actor = SimpleNamespace(hf=hf, arch=family_of(hf).read(hf))
     keys = ["cluster=h100", "rollout.engine_tp=8"]
-    assert engine_topology(config_of(model, tmp_path, *keys), actor).tp == 8
+    assert engine_parallel_sizes(config_of(model, tmp_path, *keys), actor).tp == 8
     with pytest.raises(ValueError, match=r"SGLang 0.5.23 has no kernels for \w+ on a CPU"):
-        engine_topology(config_of(model, tmp_path, *keys, "sglang.device=cpu"), actor)
+        engine_parallel_sizes(config_of(model, tmp_path, *keys, "sglang.device=cpu"), actor)
     with pytest.raises(ValueError, match=r"computes \w+ only in bfloat16, not in float16; set sglang.dtype=bfloat16"):
-        engine_topology(config_of(model, tmp_path, *keys, "sglang.dtype=float16"), actor)
+        engine_parallel_sizes(config_of(model, tmp_path, *keys, "sglang.dtype=float16"), actor)

@@ -22,8 +22,8 @@ def run(buffer, steps, durations, keep=lambda number: True):
     for step in range(steps):
         while True:
             for request in buffer.admit([7] * buffer.free_capacity(), step):
-                versions[request.number] = step
-                due[request.number] = clock + durations[request.number % len(durations)]
+                versions[request.serial_number] = step
+                due[request.serial_number] = clock + durations[request.serial_number % len(durations)]
             largest = max(largest, len(buffer.untrained_requests))
             groups = buffer.take_step(step)
             if groups is not None:
@@ -69,7 +69,7 @@ def test_over_sampling_drops_only_groups_that_are_too_old(durations, size, stale
 
 @given(DURATIONS, st.integers(1, 4), st.integers(0, 2), st.lists(st.booleans(), min_size=2, max_size=30), st.booleans())
 def test_filtered_groups_are_replaced_up_to_a_limit(durations, size, staleness, kept, in_order):
-    buffer = StalenessBuffer(size, staleness, in_order=in_order, max_replaced=2 * size)
+    buffer = StalenessBuffer(size, staleness, in_order=in_order, max_replaced_groups=2 * size)
     taken, versions, _ = run(buffer, 6, durations, keep=lambda number: kept[number % len(kept)])
     for step, groups in enumerate(taken):
         assert all(step - versions[number] <= staleness for number in groups.numbers)
@@ -81,7 +81,7 @@ def test_filtered_groups_are_replaced_up_to_a_limit(durations, size, staleness, 
 @given(DURATIONS, st.integers(1, 4), st.lists(st.booleans(), min_size=2, max_size=30))
 def test_the_prompts_of_a_synchronous_step_do_not_depend_on_speed(durations, size, kept):
     def numbers(times):
-        buffer = StalenessBuffer(size, 0, max_replaced=8 * size)
+        buffer = StalenessBuffer(size, 0, max_replaced_groups=8 * size)
         taken, _, _ = run(buffer, 5, times, keep=lambda number: kept[number % len(kept)])
         return [(groups.numbers, sorted(groups.filtered_numbers)) for groups in taken]
 
@@ -100,7 +100,7 @@ def test_a_buffer_is_restored_from_its_waiting_requests():
     buffer.admit([5, 6, 7, 8], 0)
     buffer.finish(2, "c", True)
     buffer.finish(0, "a", True)
-    assert [request.number for request in buffer.untrained_requests] == [0, 1, 2, 3]
+    assert [request.serial_number for request in buffer.untrained_requests] == [0, 1, 2, 3]
     restored = StalenessBuffer(2, 1)
     restored.restore(buffer.num_drawn, buffer.untrained_requests, 0)
     assert restored.untrained_requests == buffer.untrained_requests and restored.free_capacity() == 0
@@ -126,7 +126,7 @@ def test_a_smaller_buffer_takes_over_all_waiting_requests(size, before, stalenes
         groups = small.take_step(now)
         assert groups and len(groups.numbers) == size
         trained += groups.numbers
-    assert {request.number for request in waiting} <= set(trained) and len(set(trained)) == len(trained)
+    assert {request.serial_number for request in waiting} <= set(trained) and len(set(trained)) == len(trained)
 
 
 def test_requests_are_split_evenly_over_engines_and_into_http_requests_of_limited_size():

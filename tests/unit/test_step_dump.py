@@ -86,7 +86,7 @@ def flip_a_byte(path: Path) -> None:
         (lambda f: (f / "step_dump.json").write_text("{"), "cannot be read"),
         (
             lambda f: (f / "step_dump.json").write_text(json.dumps({"format": 9})),
-            "format 9; this version of mrl reads 4",
+            "format 9; this version of mrl reads 5",
         ),
     ],
 )

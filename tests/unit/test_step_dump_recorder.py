@@ -36,7 +36,7 @@ def update() -> UpdateRequest:
     block = TokenBlock.from_lists([[1], [2]], [[3], [4, 5]])
     options = dict(loss=PPOClip(), temperature=1.0)
     return UpdateRequest(
-        steps=[TrainBatch.of(block, None)] * 2,
+        mini_batches=[TrainBatch.of(block, None)] * 2,
         lrs=[0.1, 0.2],
         options=options,
     )
@@ -102,7 +102,7 @@ def test_each_update_of_a_step_has_a_dump_of_its_own(tmp_path, update):
     several = recorder(tmp_path, steps=[2])
     for attempt in (1.0, 2.0):  # the run repeats the step after it has recovered from a lost process
         for index in range(3):
-            train(several, replace(update, index=index), [attempt + index], first=1)
+            train(several, replace(update, update_index=index), [attempt + index], first=1)
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert folders == ["step_000002", "step_000002_update_2", "step_000002_update_3"]
     descriptions = [StepDump.read(tmp_path / name).description for name in folders]

@@ -53,7 +53,7 @@ class NoTrainer:
 
 def test_without_a_target_the_step_is_that_of_the_trainer():
     plan = planned()
-    assert plan.trainer is Trainer and plan.function is None and not plan.needs
+    assert plan.trainer is Trainer and plan.function is None and not plan.required_inputs
 
 
 def test_a_function_gets_the_trainer_and_its_arguments():
@@ -61,7 +61,7 @@ def test_a_function_gets_the_trainer_and_its_arguments():
     world = World({})
     made = trainer(world, max_steps=3)
     built = plan.build(**{name: value for name, value in vars(made).items() if name != "step_function"})
-    assert built.fit().steps == 3 and plan.needs["trainer._target_"] == {"old_logprobs"}
+    assert built.fit().steps == 3 and plan.required_inputs["trainer._target_"] == {"old_logprobs"}
     assert world.updates == 6, "each step trains its rollouts twice"
 
 
@@ -78,12 +78,15 @@ def test_the_columns_that_arguments_need_are_computed():
     parts = "{a: {_target_: mrl.controller.example_steps.SourceAlgorithm, advantage: {_target_: mrl.algorithms.advantages.GAE}, "
     parts += "loss: {_target_: mrl.algorithms.losses.ClipCov}}}"
     plan = planned("trainer._target_=mrl.controller.example_steps.by_source", f"trainer.arguments.algorithms={parts}")
-    needs = {"trainer._target_": {"old_logprobs"}, "trainer.arguments.algorithms.a": {"old_logprobs", "values"}}
-    assert plan.needs == needs
+    required_inputs = {
+        "trainer._target_": {"old_logprobs"},
+        "trainer.arguments.algorithms.a": {"old_logprobs", "values"},
+    }
+    assert plan.required_inputs == required_inputs
     config = hydra_entry.compose_config(["experiment=quickstart", "run.dir=unused"])
     with pytest.raises(ValueError, match=r"^trainer\.arguments\.algorithms\.a needs values of a critic, but algo"):
-        build_algorithm(config, plan.needs)
-    assert SourceAlgorithm(GAE(), GRPO()).needs == {"values"}
+        build_algorithm(config, plan.required_inputs)
+    assert SourceAlgorithm(GAE(), GRPO()).required_inputs == {"values"}
 
 
 @pytest.mark.extended_after(1)

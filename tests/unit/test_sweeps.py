@@ -81,10 +81,10 @@ def starter(how):
 
 
 def test_points_are_all_combinations_in_the_order_of_the_command_line():
-    fixed, swept = split_overrides(
+    shared_overrides, swept = split_overrides(
         ["a.x=1,2", "experiment=quickstart", "b=choice(u,v)", "c=range(0,2)", "++d.e='[1,2]'"]
     )
-    assert fixed == ("experiment=quickstart", "++d.e='[1,2]'")
+    assert shared_overrides == ("experiment=quickstart", "++d.e='[1,2]'")
     found = grid_points(swept)
     assert len(found) == 8
     assert found[:3] == [("a.x=1", "b=u", "c=0"), ("a.x=1", "b=u", "c=1"), ("a.x=1", "b=v", "c=0")]
@@ -92,8 +92,8 @@ def test_points_are_all_combinations_in_the_order_of_the_command_line():
 
 def test_the_command_line_overrides_params_of_a_file():
     params = {"optim.lr": "7,8", "run.seed": "1,2", "critic.optim.lr": [3, 4], "rollout.temperature": "interval(0,1)"}
-    fixed, swept = split_overrides([*params_to_overrides(params), "optim.lr=1,2", "++run.seed=5"])
-    assert fixed == ("++run.seed=5",)
+    shared_overrides, swept = split_overrides([*params_to_overrides(params), "optim.lr=1,2", "++run.seed=5"])
+    assert shared_overrides == ("++run.seed=5",)
     assert [override.input_line for override in swept] == [
         "optim.lr=1,2",
         "critic.optim.lr=3,4",
@@ -363,11 +363,11 @@ def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
     for name in names:
         words = [f"sweep={name}", "experiment=quickstart", f"data.inputs.folder={inputs}"]
         params = hydra_entry.compose_sweeper_params(words)
-        fixed, swept = split_overrides([*params_to_overrides(params), *words])
+        shared_overrides, swept = split_overrides([*params_to_overrides(params), *words])
         found = grid_points(swept)
         assert len(found) >= 4
         for point in found:
-            launcher.validate_point(tmp_path / name, [*fixed, *point])
+            launcher.validate_point(tmp_path / name, [*shared_overrides, *point])
 
 
 RECORDED_POINT = """

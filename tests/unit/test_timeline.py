@@ -144,11 +144,11 @@ def test_a_step_that_has_not_ended_is_left_out():
         summarize([unfinished])
 
 
-def test_the_bubble_is_the_time_of_the_passes_that_no_micro_batch_and_no_reduction_takes():
+def test_other_s_is_the_time_of_the_passes_that_no_micro_batch_and_no_reduction_takes():
     rank = trainer_rank(0, computing_s=6.0, pp=1)
     rank.spans.append(Span("gradient reduction", "collective", 112.0, 1.0, 1))
     work = rank_work(rank)
-    assert (work.computing_s, work.reducing_s, work.bubble_s, work.tokens) == (6.0, 1.0, 3.0, 100)
+    assert (work.computing_s, work.reducing_s, work.other_s, work.tokens) == (6.0, 1.0, 3.0, 100)
     found = text(driver(4.0, 12.0, 1.0), rank)
     spent = (
         "spend 60% of the time on micro-batches, 10% on gradient reduction and 30% on waits for other pipeline stages."

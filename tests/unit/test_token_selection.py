@@ -23,11 +23,14 @@ def test_the_tokens_with_the_largest_entropy_of_the_whole_step_are_selected():
     entropies = np.random.default_rng(4).exponential(size=500).astype(np.float32)
     batch.columns["entropies"] = entropies
     rng = np.random.default_rng(0)
-    select = lambda fraction: TopEntropy(PPOClip(), fraction).extra_columns(batch, advantages, rng)["top_entropy"]  # noqa: E731
+
+    def select(fraction):
+        return TopEntropy(PPOClip(), fraction).precomputed_columns(batch, advantages, rng)["top_entropy"]
+
     chosen = select(0.2)
     assert set(np.flatnonzero(chosen)) == set(sorted(range(500), key=lambda t: -entropies[t])[:100])
     assert chosen.dtype == np.float32 and select(1.0).all() and select(0.0).sum() == 1
-    equal = TopEntropy(PPOClip(), 0.2).extra_columns(
+    equal = TopEntropy(PPOClip(), 0.2).precomputed_columns(
         AdvantageInputs(np.zeros(4), np.zeros(2, int), np.array([2, 2]), {"entropies": np.ones(4, np.float32)}),
         np.zeros(4, np.float32),
         rng,
@@ -40,10 +43,11 @@ def test_the_tokens_with_the_largest_entropy_of_the_whole_step_are_selected():
 def test_the_restriction_to_the_largest_entropies_keeps_what_the_other_loss_declares():
     batch, advantages = batch_of(100)
     batch.columns["entropies"] = np.random.default_rng(4).exponential(size=100).astype(np.float32)
-    both = TopEntropy(KLCov(fraction=0.1), 0.5).extra_columns(batch, advantages, np.random.default_rng(0))
+    both = TopEntropy(KLCov(fraction=0.1), 0.5).precomputed_columns(batch, advantages, np.random.default_rng(0))
     assert both.keys() == {"kl_cov", "top_entropy"} and both["kl_cov"].sum() == 10 and both["top_entropy"].sum() == 50
-    assert TopEntropy(KLCov()).needs == {"old_logprobs", "entropies"} and not TopEntropy(KLCov()).zero_at_zero_advantage
-    assert TopEntropy(PPOClip()).needs == {"entropies"} and TopEntropy(PPOClip()).zero_at_zero_advantage
+    assert TopEntropy(KLCov()).required_inputs == {"old_logprobs", "entropies"}
+    assert not TopEntropy(KLCov()).zero_at_zero_advantage
+    assert TopEntropy(PPOClip()).required_inputs == {"entropies"} and TopEntropy(PPOClip()).zero_at_zero_advantage
     _, metrics = TopEntropy(PPOClip())(loss_inputs(make_case(0)))
     assert metrics.keys() == PPOClip()(loss_inputs(make_case(0)))[1].keys()
 
@@ -60,10 +64,10 @@ def test_kl_cov_selects_the_largest_covariances_of_the_whole_rollout():
     assert sum(cov) / len(cov) == pytest.approx(
         np.cov(advantages, batch.columns["old_logprobs"], ddof=0)[0, 1], rel=1e-4
     )
-    column = KLCov(fraction=0.02).extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"]
+    column = KLCov(fraction=0.02).precomputed_columns(batch, advantages, np.random.default_rng(0))["kl_cov"]
     assert set(np.flatnonzero(column)) == set(sorted(range(500), key=lambda t: -cov[t])[:10])
     assert column.dtype == np.float32 and column.sum() == 10
-    assert KLCov().extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # at least one
+    assert KLCov().precomputed_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # at least one
 
 
 def test_clip_cov_draws_from_the_covariances_between_its_bounds():
@@ -71,14 +75,18 @@ def test_clip_cov_draws_from_the_covariances_between_its_bounds():
     cov = loop_covariances(advantages, batch.columns["old_logprobs"])
     candidates = {t for t in range(500) if 1.0 < cov[t] < 5.0}
     assert len(candidates) > 30
-    draw = lambda seed, fraction: ClipCov(fraction).extra_columns(batch, advantages, np.random.default_rng(seed))  # noqa: E731
+
+    def draw(seed, fraction):
+        return ClipCov(fraction).precomputed_columns(batch, advantages, np.random.default_rng(seed))
+
     first, again, other = draw(1, 0.03)["clip_cov"], draw(1, 0.03)["clip_cov"], draw(2, 0.03)["clip_cov"]
     assert first.sum() == 15 and set(np.flatnonzero(first)) <= candidates
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     assert set(np.flatnonzero(draw(0, 1.0)["clip_cov"])) == candidates
     assert draw(0, 1e-9)["clip_cov"].sum() == 1
-    assert ClipCov(low=1e6, high=1e7).extra_columns(batch, advantages, np.random.default_rng(0))["clip_cov"].sum() == 0
+    none = ClipCov(low=1e6, high=1e7).precomputed_columns(batch, advantages, np.random.default_rng(0))
+    assert none["clip_cov"].sum() == 0
 
 
 @pytest.mark.parametrize("loss", [ClipCov(), KLCov(), TopEntropy(PPOClip())])
@@ -86,7 +94,7 @@ def test_selecting_from_no_tokens_selects_none(loss):
     nothing = np.zeros(0, np.float32)
     columns = {"old_logprobs": nothing, "entropies": nothing}
     empty = AdvantageInputs(np.zeros(0), np.zeros(0, int), np.zeros(0, int), columns)
-    (column,) = loss.extra_columns(empty, np.zeros(0, np.float32), np.random.default_rng(0)).values()
+    (column,) = loss.precomputed_columns(empty, np.zeros(0, np.float32), np.random.default_rng(0)).values()
     assert column.shape == (0,)
 
 

@@ -100,7 +100,7 @@ def test_a_warm_start_shows_its_step(run_dir, child):
 def test_a_running_run_shows_processes_activities_and_the_time_left(run_dir, child):
     write_steps(run_dir, 30)
     register(run_dir, "trainer_0", "rank", child.pid, rank=0, activities=[("updating the weights", 5)])
-    register(run_dir, "critic_0", "rank", child.pid, rank=0, group="critic")
+    register(run_dir, "critic_0", "rank", child.pid, rank=0, model="critic")
     register(run_dir, "rollout", "rollout", child.pid, activities=[("sampling 8 responses", 90), ("scoring", 1)])
     run = LiveRun(run_dir)
     run.read()

@@ -19,7 +19,7 @@ from mrl.planner.trainer_memory import TrainerSettings, head_bytes, in_flight, t
 from mrl.planner.trainer_state_bytes import pipeline_stages
 from mrl.weight_sync.engine_layout import ITEM_BYTES, EngineLayout, EngineParallelSizes
 from parallel.dims import ParallelDims
-from parallel.trainer_config import MERGED_ELEMENTS, LoraConfig
+from parallel.trainer_config import MAX_MERGED_ELEMENTS, LoraConfig
 
 FULL = Recompute("full", "uniform", 1)
 DENSE = LayerKind()
@@ -49,7 +49,7 @@ def gpt(name: str) -> ModelShape:
         moe_ffn=0,
         shared_ffn=0,
         vocab=51200,
-        qk_norm=False,
+        qk_norm_per_head=False,
         gated=False,
         dropout=True,
     )
@@ -60,7 +60,7 @@ def gpt(name: str) -> ModelShape:
 def test_a_layer_keeps_the_bytes_of_the_papers_equation_4(name, tp):
     """With recomputed attention scores, equation 4 is s b h 34 / t. The paper does not count the statistics of norms."""
     shape, batch = gpt(name), MicroBatchShape.of(ParallelDims(tp=tp), 2048, 2)
-    statistics = 2 * batch.rows * 4
+    statistics = 2 * batch.residual_tokens * 4
     found = layer_bytes(shape, DENSE, batch, frozenset(["core_attn"])) - statistics
     assert found == 34 * 2048 * shape.hidden // tp
 
@@ -130,14 +130,14 @@ def test_ranks_hold_all_parameters_and_share_one_copy_of_the_optimizer_state():
 def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
     prefix, fields = FAMILIES[name]
     config = HFConfig("config.json", SIZES | fields | dict(architectures=[f"{prefix}ForCausalLM"]))
-    family, topology = family_of(config), EngineParallelSizes(*sizes)
+    family, parallel_sizes = family_of(config), EngineParallelSizes(*sizes)
     arch = family.read(config)
-    if topology.ep > 1 and arch.num_experts % topology.ep:
+    if parallel_sizes.ep > 1 and arch.num_experts % parallel_sizes.ep:
         pytest.skip("the number of experts is not a multiple of ep")
-    layout = EngineLayout.of(family, arch, topology)
-    shapes = layout.param_shapes(topology.tp - 1)
+    layout = EngineLayout.of(family, arch, parallel_sizes)
+    shapes = layout.param_shapes(parallel_sizes.tp - 1)
     exact = sum(prod(s) * ITEM_BYTES[layout.dtype_of(param, "bfloat16")] for param, s in shapes.items())
-    assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
+    assert engine_weights(ModelShape.of(family, arch), parallel_sizes, 2) == exact
 
 
 @pytest.mark.extended_after(1)
@@ -278,7 +278,7 @@ def test_a_push_of_merged_weights_needs_the_memory_of_the_largest_adapted_layer(
     ):  # of the fused layers q, k, v and gate, up
         adapters = ModelShape.of_adapters(family, family.read(config), LoraConfig(rank=8, targets=targets))
         (rank,) = trainer_memory(shape, ParallelDims(tp=tp), TrainerSettings(adapters=adapters)).stages
-        assert rank.merged == 3 * 2 * numel // tp + 4 * 4 * MERGED_ELEMENTS
+        assert rank.merged == 3 * 2 * numel // tp + 4 * 4 * MAX_MERGED_ELEMENTS
         assert rank.push == rank.state.weights + rank.merged + rank.buckets
     assert trainer_memory(shape, ParallelDims(), TrainerSettings()).stages[0].merged == 0
 

@@ -299,18 +299,18 @@ def trainer_dims(axes, family) -> ParallelDims:
 @given(
     axes=dims_of,
     family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL, PHI3]),
-    topology=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
+    parallel_sizes=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
     num_engines=st.integers(1, 3),
     bucket_bytes=st.sampled_from([64, 400, 10_000, 1 << 20]),
     dtype=st.sampled_from(list(BYTES)),
     tied=st.booleans(),
 )
 def test_every_engine_rank_receives_every_byte_once_from_a_rank_that_has_it(
-    axes, family, topology, num_engines, bucket_bytes, dtype, tied
+    axes, family, parallel_sizes, num_engines, bucket_bytes, dtype, tied
 ):
     dims, arch = trainer_dims(axes, family), architecture(family, tied)
     tensors, rows = tensors_of(family, arch), family.param_mappings(arch)
-    layout = EngineLayout.of(family, arch, EngineParallelSizes(*topology))
+    layout = EngineLayout.of(family, arch, EngineParallelSizes(*parallel_sizes))
     shards = trainer_shards(rows, SIZES, dims, even_pipeline_stages(LAYERS, dims))
     plan = compile_transfer_plan(shards, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
     assert all(0 < b.nbytes <= bucket_bytes + 16 * len(b.chunks) for b in plan.buckets)
@@ -319,15 +319,15 @@ def test_every_engine_rank_receives_every_byte_once_from_a_rank_that_has_it(
             sources = [s for s in shards[chunk.name] if s.box.intersect(chunk.box) == chunk.box]
             assert len(sources) == 1 and bucket.sender in sources[0].ranks, "senders send only what they have"
     received = 0
-    for engine_rank in range(num_engines * topology[0]):
-        filled = {n: torch.full(s, torch.nan) for n, s in layout.param_shapes(engine_rank % topology[0]).items()}
+    for engine_rank in range(num_engines * parallel_sizes[0]):
+        filled = {n: torch.full(s, torch.nan) for n, s in layout.param_shapes(engine_rank % parallel_sizes[0]).items()}
         for bucket, destinations in plan.buckets_of_receiver(engine_rank):
             for chunk, destination in zip(bucket.chunks, destinations, strict=True):
                 target = filled[destination.param][destination.box.slices]
                 assert target.isnan().all(), "nothing arrives twice"
                 target.copy_(tensors[chunk.name][chunk.box.slices].view(destination.box.sizes))
                 received += chunk.nbytes
-        for name, expected in engine_parameters(layout, engine_rank % topology[0], tensors).items():
+        for name, expected in engine_parameters(layout, engine_rank % parallel_sizes[0], tensors).items():
             assert torch.equal(filled[name].nan_to_num(0.0), expected), name
     assert received == plan.min_bytes
 
@@ -353,7 +353,7 @@ def test_replicas_divide_the_sending_evenly(family, dp):
 
 
 def test_the_order_of_buckets_cannot_deadlock():
-    """A sender has two slots, and a receiver takes one bucket at a time in the order of the plan. Every bucket arrives."""
+    """A sender has two buffers, and a receiver takes one bucket at a time in the order of the plan. Every bucket arrives."""
     dims, arch = ParallelDims(tp=2, pp=2, dp=2, ep=2), architecture(QWEN3_MOE)
     shards = trainer_shards(QWEN3_MOE.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
     plan = compile_transfer_plan(
@@ -369,7 +369,7 @@ def test_the_order_of_buckets_cannot_deadlock():
                 continue
             bucket = queue[0]
             before = [b for b in plan.buckets_of_sender(bucket.sender) if b.index <= bucket.index - 2]
-            if all(taken[b.sender, b.index] == set(b.receivers) for b in before):  # the slot of the bucket is free
+            if all(taken[b.sender, b.index] == set(b.receivers) for b in before):  # the buffer of the bucket is free
                 taken[bucket.sender, bucket.index].add(rank)
                 queue.pop(0)
                 moved = True

@@ -1,4 +1,4 @@
-"""Transports: the choice between them, slots in shared memory, and the calls of torch for process groups on GPUs."""
+"""Transports: the choice between them, transfer buffers in shared memory, and the calls of torch for process groups on GPUs."""
 
 import inspect
 import os
@@ -75,20 +75,20 @@ def shared_memory(monkeypatch):
         yield Path(folder)
 
 
-def test_slots_that_do_not_fit_into_shared_memory_are_refused_and_leave_no_file(shared_memory):
+def test_transfer_buffers_that_do_not_fit_into_shared_memory_are_refused_and_leave_no_file(shared_memory):
     with pytest.raises(
-        ValueError, match=r"2 slots of \d+ bytes do not fit into /dev/shm.*smaller weight_sync.bucket_bytes"
+        ValueError, match=r"2 transfer buffers of \d+ bytes do not fit into /dev/shm.*smaller weight_sync.bucket_bytes"
     ):
         SharedMemorySendEndpoint(1 << 50)
     assert not list(shared_memory.iterdir())
 
 
-def test_slots_are_allocated_at_once_and_their_file_is_unlinked_after_connecting():
+def test_transfer_buffers_are_allocated_at_once_and_their_file_is_unlinked_after_connecting():
     send_endpoint = SharedMemorySendEndpoint(1 << 16)
     assert send_endpoint.path.stat().st_blocks * 512 >= 2 << 16, "not a sparse file"
-    send_endpoint.slots[1][-1] = 7
+    send_endpoint.transfer_buffers[1][-1] = 7
     send_endpoint.on_connected()
-    assert not send_endpoint.path.exists() and int(send_endpoint.slots[1][-1]) == 7
+    assert not send_endpoint.path.exists() and int(send_endpoint.transfer_buffers[1][-1]) == 7
     send_endpoint.close()
 
 
@@ -172,7 +172,8 @@ def test_a_bucket_is_one_batch_for_each_engine_and_an_engine_that_failed_gets_no
         [(True, 2)],
     ]
     assert all(
-        op.op is dist.isend and op.tensor.data_ptr() == endpoint.slots[1].data_ptr() for [op, *_] in calls.batches
+        op.op is dist.isend and op.tensor.data_ptr() == endpoint.transfer_buffers[1].data_ptr()
+        for [op, *_] in calls.batches
     )
     endpoint.exclude(3)
     endpoint.exclude(2)
@@ -207,7 +208,7 @@ def test_a_send_to_an_engine_that_hangs_is_aborted_and_the_others_are_sent(calls
 
 
 def test_a_receiver_waits_for_a_bucket_in_its_own_thread(calls):
-    endpoint = ProcessGroupEndpoint(store_with_all_ranks(), SETUP, 3, [1], 8, torch.device("cpu"), num_slots=1)
+    endpoint = ProcessGroupEndpoint(store_with_all_ranks(), SETUP, 3, [1], 8, torch.device("cpu"), num_buffers=1)
     assert endpoint.receive(1, 9, 4).tolist() == [7] * 4, "the bytes are there when `receive` returns"
     [[operation]] = calls.batches
     assert (operation.op, operation.group_peer, operation.group) == (dist.irecv, 1, endpoint.groups[1])

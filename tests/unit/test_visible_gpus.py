@@ -61,8 +61,8 @@ CELLS = [(placement, critic, *layout) for placement, critic, layout in product(P
 @cache
 def compiled(number: int):
     """Return (architecture, engine layout, transfer plan) of LAYOUTS[number]."""
-    family, axes, (topology, engines) = LAYOUTS[number]
-    return plan_of(family, axes, topology, engines)
+    family, axes, (parallel_sizes, engines) = LAYOUTS[number]
+    return plan_of(family, axes, parallel_sizes, engines)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,12 @@ class PoolOnNodes(PlacedPool):
         return dict(bundle=bundle)
 
 
-def pools_of(placement: str, critic: int, axes: dict, topology: EngineParallelSizes, engines: int) -> Pools:
+def pools_of(placement: str, critic: int, axes: dict, parallel_sizes: EngineParallelSizes, engines: int) -> Pools:
     dims = ParallelDims(**axes)
-    demands = {"actor": SlotDemand(dims.world_size, dims.tp), "engines": SlotDemand(engines * topology.tp, topology.tp)}
+    demands = {
+        "actor": SlotDemand(dims.world_size, dims.tp),
+        "engines": SlotDemand(engines * parallel_sizes.tp, parallel_sizes.tp),
+    }
     return make_pools(PLACEMENTS[placement], demands | ({"critic": SlotDemand(critic, dims.tp)} if critic else {}))
 
 
@@ -125,14 +128,14 @@ def engine_gpus(placements: dict[str, RolePlacement]) -> list[tuple[ProcessLocat
 @pytest.mark.extended_except("2")
 @pytest.mark.parametrize("gpus_per_node", [8, 4, 2])
 def test_each_process_sees_its_own_slots_and_the_plan_names_the_same(gpus_per_node):
-    for seed, (placement, critic, _, axes, (topology, engines)) in enumerate(CELLS):
-        devices = planned_device_map(pools_of(placement, critic, axes, topology, engines), gpus_per_node)
+    for seed, (placement, critic, _, axes, (parallel_sizes, engines)) in enumerate(CELLS):
+        devices = planned_device_map(pools_of(placement, critic, axes, parallel_sizes, engines), gpus_per_node)
         placements = placed(devices, seed)
         assert trainer_gpus(placements) == [ProcessLocation(*place) for place in locate_ranks(devices, "actor")]
         planned = [ProcessLocation(*place) for place in locate_ranks(devices, "engines")]
         assert [gpu for gpu, _ in engine_gpus(placements)] == planned
         slots = [set(map(gpu_of, placements["engines"].engine_slots(number))) for number in range(engines)]
-        for number, ranks in enumerate(batched(engine_gpus(placements), topology.tp)):
+        for number, ranks in enumerate(batched(engine_gpus(placements), parallel_sizes.tp)):
             assert {gpu for gpu, _ in ranks} == slots[number]
             for own, shown in ranks:
                 assert shown == {gpu for host, gpu in slots[number] if host == own.host}
@@ -174,8 +177,8 @@ def test_the_servers_of_a_role_run_on_the_gpus_of_its_pool(monkeypatch, tmp_path
 @pytest.mark.parametrize("gpus_per_node", [8, 4])
 def test_each_engine_rank_gets_each_byte_once_and_opens_only_memory_of_its_own_gpu(gpus_per_node):
     for seed, ((placement, critic), number) in enumerate(product(product(PLACEMENTS, (0, 16)), range(len(LAYOUTS)))):
-        _, axes, (topology, engines) = LAYOUTS[number]
-        pools = pools_of(placement, critic, axes, topology, engines)
+        _, axes, (parallel_sizes, engines) = LAYOUTS[number]
+        pools = pools_of(placement, critic, axes, parallel_sizes, engines)
         placements = placed(planned_device_map(pools, gpus_per_node), seed)
         senders, receivers = trainer_gpus(placements), engine_gpus(placements)
         transport = choose_transport("auto", senders, [gpu for gpu, _ in receivers])
@@ -189,14 +192,16 @@ def test_each_engine_rank_gets_each_byte_once_and_opens_only_memory_of_its_own_g
         by_sender, by_receiver = _divide_plan(transfers, senders, [gpu for gpu, _ in receivers], relayed=shared)
         for rank, part in enumerate(by_receiver):
             own, shown = receivers[rank]
-            times = {name: np.zeros(shape, int) for name, shape in layout.param_shapes(rank % topology.tp).items()}
+            times = {
+                name: np.zeros(shape, int) for name, shape in layout.param_shapes(rank % parallel_sizes.tp).items()
+            }
             for bucket, destinations in part:
                 if shared:
                     assert senders[bucket.sender] == own and own.gpu in shown, "CUDA_VISIBLE_DEVICES hides other GPUs"
                 assert bucket in by_sender[bucket.sender].buckets and rank in bucket.receivers
                 for destination in destinations:
                     times[destination.param][destination.box.slices] += 1
-            for shard in layout.shards(rank % topology.tp):
+            for shard in layout.shards(rank % parallel_sizes.tp):
                 box = shard.box_in_param(shard.box).slices
                 assert (times[shard.param][box] == 1).all(), shard
                 times[shard.param][box] = 0

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.gather.host_probe import locked_cuda
-from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
+from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, hosts_that_differ, most_common
 
 BUSY_BYTES = GB  # a GPU counts as busy if more than this much of its memory is in use
 
@@ -28,7 +28,7 @@ def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None)
                 f"install a driver for CUDA {required[0]} (on data-center cards NVIDIA's cuda-compat package suffices)",
             )
     common = most_common(drivers) if drivers else ""
-    for host, driver in outliers(drivers).items():
+    for host, driver in hosts_that_differ(drivers).items():
         yield warning(
             [host],
             f"the GPU driver is {driver}; the other hosts have {common}",
@@ -89,7 +89,7 @@ def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         yield from _compare_gpu_counts(comparable)
     models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
     why = "all ranks wait for the slowest GPU, and the GPU with the least memory limits the batch on all GPUs"
-    for name, model in outliers(models).items():
+    for name, model in hosts_that_differ(models).items():
         fix = "request one GPU model: #SBATCH --constraint=..., or --gres=gpu:MODEL:N"
         yield warning([name], f"the GPUs are {model}; the other hosts have {most_common(models)}", why, fix)
     for host in cluster.hosts:
@@ -100,7 +100,7 @@ def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 def _compare_gpu_counts(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
     counts = {host.host: len(host.gpus.cards) for host in hosts}
-    for name, count in outliers(counts).items():
+    for name, count in hosts_that_differ(counts).items():
         hidden = next(host.gpus.hidden for host in hosts if host.host == name)
         fix = "nvidia-smi -L; then drain the host, or request from Slurm the number of GPUs that this host has"
         yield error(
@@ -146,7 +146,7 @@ def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     for host in cluster.hosts:
         yield from _check_links(host)
     kinds = {host.host: _link_kinds(host.gpus.links) for host in cluster.hosts if host.gpus.links}
-    for host, kind in outliers(kinds).items():
+    for host, kind in hosts_that_differ(kinds).items():
         yield warning(
             [host],
             f"its GPUs are linked by {kind}; the GPUs of the other hosts are linked by {most_common(kinds)}",

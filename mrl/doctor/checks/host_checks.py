@@ -11,7 +11,7 @@ from statistics import median_low
 
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, note, warning
 from mrl.doctor.gather.host_probe import CPU_LOCK_FILE, GPU_LOCK_FILE, locked_versions
-from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, most_common, outliers
+from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, hosts_that_differ, most_common
 
 MAX_CLOCK_SKEW_S = 1.0  # largest difference between a clock and the median clock
 MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs this much for four processes with torch, Ray and SGLang
@@ -119,7 +119,7 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
                 "#SBATCH --ntasks-per-node=1 --cpus-per-task=N, and srun --cpus-per-task=$SLURM_CPUS_PER_TASK",
             )
     counts = {host.host: host.machine.usable_cores for host in cluster.hosts}
-    for host, count in outliers(counts).items():
+    for host, count in hosts_that_differ(counts).items():
         if count * 2 <= most_common(counts):
             what = f"a process may use {count} cores; on the other hosts it may use {most_common(counts)}"
             yield warning(
@@ -264,7 +264,7 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
                 [host], f"the model folder {folder} is missing", "ranks and engines load the model from it", fix
             )
     existing = {host: checksum for host, checksum in checksums.items() if checksum}
-    for host, checksum in outliers(existing).items():  # the hosts whose checksum is not the most common one
+    for host, checksum in hosts_that_differ(existing).items():  # the hosts whose checksum is not the most common one
         what = f"the files of the model folder {folder} differ from those of the other hosts (checksum {checksum})"
         fix = "rsync -a --checksum HOST:FOLDER/ FOLDER/"
         yield error([host], what, "ranks would start from different model weights", fix)
@@ -319,18 +319,18 @@ def _check_version(host: str, name: str, installed: str | None, tested: str, fix
 def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     pythons = {one.host: one.software.python for one in cluster.hosts}
     why = "processes on different hosts exchange pickles: Ray rejects a node with another Python, other libraries fail later"
-    for host, version in outliers(pythons).items():
+    for host, version in hosts_that_differ(pythons).items():
         common = most_common(pythons)
         fix = f"use the same environment on all hosts: install Python {common} here, then make setup"
         yield error([host], f"this host has Python {version}; the other hosts have {common}", why, fix)
     for name in sorted({name for one in cluster.hosts for name in one.software.packages}):
         versions = {one.host: one.software.packages.get(name) for one in cluster.hosts}
-        for host, version in outliers(versions).items():
+        for host, version in hosts_that_differ(versions).items():
             found = f"has version {version}" if version else "is missing"
             what = f"{name} {found}; the other hosts have {most_common(versions) or 'none'}"
             yield error([host], what, why, "share one environment between all hosts, or run make setup on this one")
     checksums = {one.host: one.software.source_checksum for one in cluster.hosts}
-    for host, checksum in outliers(checksums).items():
+    for host, checksum in hosts_that_differ(checksums).items():
         yield error(
             [host],
             f"its code ({checksum}) differs from the code of the other hosts ({most_common(checksums)})",
@@ -382,7 +382,7 @@ def check_environment(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if name.endswith("_SOCKET_IFNAME"):
             continue  # interfaces may have different names on different hosts; connection tests show whether they work
         values = {host.host: host.environment.get(name, "not set") for host in cluster.hosts}
-        for host, value in outliers(values).items():
+        for host, value in hosts_that_differ(values).items():
             common = most_common(values)
             fix = f"unset {name} on all hosts" if common == "not set" else f"export {name}={common} on all hosts"
             what = f"{name} is {value}; on the other hosts it is {common}"
@@ -434,7 +434,7 @@ def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             why = "every user of this host can read the token and run code in your cluster"
             yield warning(where, what, why, f"chmod 600 {token.source}")
     if cluster.multi_host:
-        for host in outliers({one.host: one.token.digest for one in cluster.hosts}):
+        for host in hosts_that_differ({one.host: one.token.digest for one in cluster.hosts}):
             what = "Ray's token differs from the token of the other hosts"
             yield error([host], what, "the head node rejects this host's Ray: 'AuthenticationError'", MAKE_TOKEN)
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, warning
-from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
+from mrl.doctor.host_facts import ClusterFacts, HostFacts, hosts_that_differ, most_common
 from mrl.hang_report.network_interfaces import (
     INTERFACE_VARIABLES,
     LOOPBACK,
@@ -252,7 +252,7 @@ def check_infiniband(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if active[host.host]:
             yield from _check_infiniband_host(host, len(active[host.host]))
     if cluster.multi_host and any(active.values()):
-        for name, ports in outliers(active).items():
+        for name, ports in hosts_that_differ(active).items():
             rates = f" ({', '.join(sorted(set(ports)))})" if ports else ""
             what = f"{len(ports)} InfiniBand ports are up{rates}; on the other hosts {len(most_common(active))} are up"
             yield warning([name], what, "all ranks wait for the slowest link, or NCCL uses TCP", "ibstat; ibdev2netdev")

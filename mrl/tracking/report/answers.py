@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mrl.algorithms.distillation import reads_rewards
-from mrl.algorithms.inputs import needs_of
+from mrl.algorithms.inputs import required_inputs_of
 from mrl.config.instantiate import instantiate
 from mrl.core import metrics as declared
 from mrl.tracking.learning_health import (
@@ -139,7 +139,7 @@ def _settings(run: RecordedRun) -> LearningSettings:
         lr=float(run.setting("optim.lr", math.nan)),
         advantage=target.rpartition(".")[2],
         group_relative=getattr(advantage, "group_relative", False),
-        reads_rewards=reads_rewards(advantage, needs_of(advantage) | needs_of(loss)),
+        reads_rewards=reads_rewards(advantage, required_inputs_of(advantage) | required_inputs_of(loss)),
         mask_truncated=bool(run.setting("algorithm.mask_truncated", False)),
     )
 

@@ -58,7 +58,7 @@ function pair() {
 }
 function sweep() {
   section("points", "Points", table("Points of the sweep", ["point", ...data.keys, "state", "steps", data.metric, "reason"], data.points.map((p, n) => [n, ...p.values, p.state, p.steps, p.value, p.reason]), data.best));
-  section("parallel", "Overrides and results", parallelChart(data), data.effects.length > 1 ? table("Effects of the keys", ["key", "fraction of the variance of the results that the key explains"], data.effects) : "");
+  section("parallel", "Overrides and results", parallelChart(data), data.explained_variance.length > 1 ? table("Effects of the keys", ["key", "fraction of the variance of the results that the key explains"], data.explained_variance) : "");
   curves();
 }
 header();

@@ -66,7 +66,7 @@ def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
 
 def _rank_values(rank: RankWork) -> dict[str, Any]:
     """Return the name and the tokens of a trainer rank, and how many seconds of its passes each activity takes."""
-    seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.bubble_s}
+    seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.other_s}
     return {"process": rank.timeline.process, "tokens": rank.tokens} | seconds
 
 
@@ -293,7 +293,7 @@ def sweep_data(
         for n, point in enumerate(points)
     ]
     runs = {n: point.run for n, point in enumerate(points) if point.run}
-    matters = effects(points, keys)
+    explained_variance = explain_variance(points, keys)
     done = [n for n, point in enumerate(points) if point.value is not None and point.state == "done"]
     better = "larger" if maximize else "smaller"
     best = (max if maximize else min)(done, key=lambda n: points[n].value or 0.0, default=None)
@@ -303,7 +303,9 @@ def sweep_data(
         "subtitle": f"{len(points)} points; result: {_result_text(metric, metric_steps)}; {better} is better",
         "written": time.time(),
         "labels": labels,
-        "answers": [asdict(answer) for answer in _sweep_answers(points, labels, metric, best, matters, metric_steps)],
+        "answers": [
+            asdict(answer) for answer in _sweep_answers(points, labels, metric, best, explained_variance, metric_steps)
+        ],
         "charts": overlaid_charts(runs, labels),
         "keys": keys,
         "metric": metric,
@@ -318,7 +320,7 @@ def sweep_data(
             )
             for p in points
         ],
-        "effects": matters,
+        "explained_variance": explained_variance,
     }
 
 
@@ -335,7 +337,7 @@ def _trouble_text(point: SweepPoint) -> str:
     return "; ".join(f"problem “{name}” {where}" for name, where, _ in found[:1])
 
 
-def effects(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
+def explain_variance(points: Sequence[SweepPoint], keys: Sequence[str]) -> list[tuple[str, float]]:
     """Return (key, fraction of the variance of the results that the key explains), largest first.
 
     The fraction is eta squared, computed for each key alone. Points without a finite result do not count.
@@ -364,10 +366,13 @@ def _sweep_answers(
     labels: Sequence[str],
     metric: str,
     best: int | None,
-    matters: Sequence[tuple[str, float]],
+    explained_variance: Sequence[tuple[str, float]],
     metric_steps: int,
 ) -> list[Answer]:
-    """Return the questions about a sweep with their answers. `best`: index of the best point. `matters`: see `effects`."""
+    """Return the questions about a sweep with their answers.
+
+    `best`: index of the best point. `explained_variance`: result of `explain_variance`.
+    """
     found = "No finished point has a result yet."
     again = "Wait for the points, or run the sweep's command again: it runs the points that are missing."
     if best is not None:
@@ -378,7 +383,7 @@ def _sweep_answers(
     return [
         Answer("Which point is the best?", found, "good" if best is not None else "", "points"),
         Answer("Why is this point the best?", _reasons_text(points, labels, best), "", "learning"),
-        Answer("Which key changes the result most?", _effects_text(points, matters), "", "parallel"),
+        Answer("Which key changes the result most?", _variance_text(points, explained_variance), "", "parallel"),
         Answer("How much better is the best point?", margin, "", "learning"),
         Answer("Did a point fail or have a problem?", *_points_failed(points, labels), "points"),
         Answer("How much of the sweep is done?", _states_text(points), "", "points"),
@@ -400,12 +405,14 @@ def _points_failed(points: Sequence[SweepPoint], labels: Sequence[str]) -> tuple
     return "No point failed, and the health check found no problem.", "good"
 
 
-def _effects_text(points: Sequence[SweepPoint], matters: Sequence[tuple[str, float]]) -> str:
+def _variance_text(points: Sequence[SweepPoint], explained_variance: Sequence[tuple[str, float]]) -> str:
     measured = _measured(points)
-    if not matters:
+    if not explained_variance:
         return _no_effect_text(measured)
-    spread = ", ".join(f"{key} explains {percent(share)}" for key, share in matters)
-    is_single = any(len({point.overrides.get(key, "") for point in measured}) == len(measured) for key, _ in matters)
+    spread = ", ".join(f"{key} explains {percent(share)}" for key, share in explained_variance)
+    is_single = any(
+        len({point.overrides.get(key, "") for point in measured}) == len(measured) for key, _ in explained_variance
+    )
     single = " With as many values as points, a key explains everything by construction." if is_single else ""
     return f"{spread} of the variance of the results of {len(measured)} points.{single}"
 
