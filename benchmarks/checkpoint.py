@@ -200,10 +200,10 @@ def main() -> None:
     sizes = Sizes(given.hidden, 4, 8192, groups=1, responses=2, prompt=(8, 16), response=(16, 32))
     block, batch = one_process.make_batch(sizes)
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
-    rank_batch = one_process.partition(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
+    replica_batch = one_process.partition(batch, sizes.max_tokens, share_prompts=True).replica_batches[0]
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=given.folder) as folder:
         found = measure(
-            actor, lambda: actor.update(block, [rank_batch], PPOClip(), [1e-9]), Path(folder), given.repeats
+            actor, lambda: actor.update(block, [replica_batch], PPOClip(), [1e-9]), Path(folder), given.repeats
         )
     show(*found, Console(width=130))
     measurements.write(given.json, measurements_of(*found))

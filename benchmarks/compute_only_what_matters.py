@@ -72,14 +72,14 @@ def measure(actor, case: Case, repeats: int) -> tuple[list[str], list[Measuremen
     from mrl.algorithms.losses import PPOClip
 
     found = [
-        gradients_of(actor, case.block, plan.rank_batches[0], PPOClip())
+        gradients_of(actor, case.block, plan.replica_batches[0], PPOClip())
         for plan in (case.without_saving, case.with_saving)
     ]
     difference = largest_difference(*found)
     assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
 
     def update(plan: StepPartition) -> Callable:
-        return lambda: actor.update(case.block, [plan.rank_batches[0]], PPOClip(), [LR])
+        return lambda: actor.update(case.block, [plan.replica_batches[0]], PPOClip(), [LR])
 
     seconds = interleaved(
         {"without_saving": update(case.without_saving), "with_saving": update(case.with_saving)}, repeats

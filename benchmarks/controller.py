@@ -52,7 +52,7 @@ from mrl.controller.colocation import MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.loop_parts import Phases
 from mrl.controller.trainer import Trainer, TrainingSchedule
-from mrl.core.types import ColumnPart, Handle, RankBatch, RankColumns, SyncReport, TokenBlock, UpdateReport
+from mrl.core.types import ColumnPart, Handle, RankColumns, ReplicaBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import PromptExample
 from mrl.data.prompts import MixtureSource, PromptDataset
@@ -154,7 +154,7 @@ class SimulatedRanks:
         self,
         rank: int,
         block: TokenBlock,
-        rank_batches: Sequence[RankBatch],
+        replica_batches: Sequence[ReplicaBatch],
         temperature: float,
         names: Sequence[str],
     ) -> RankColumns:
@@ -162,19 +162,19 @@ class SimulatedRanks:
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return RankColumns({}, 0.0)
-        rows = np.concatenate([np.empty(0, np.int64), *rank_batches[at.dp].micro_batches])
+        rows = np.concatenate([np.empty(0, np.int64), *replica_batches[at.dp].micro_batches])
         values = np.zeros(block.sampled_lengths[rows].sum(), np.float32)
         return RankColumns({name: ray.put(ColumnPart(rows, values)) for name in names}, 0.0)
 
     def update(
-        self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
+        self, rank: int, block: TokenBlock, replica_batches: Sequence[Sequence[ReplicaBatch]], **options: Any
     ) -> list[UpdateReport]:
         """Return a report with as many numbers as the report of a real actor."""
         sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "mismatch_abs", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
         maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"mismatch_abs": 0.0} if last else {})}
-        return [UpdateReport(sums if last else {}, maxima) for _ in rank_batches[at.dp]]
+        return [UpdateReport(sums if last else {}, maxima) for _ in replica_batches[at.dp]]
 
     def push_weights(self, rank: int, version: int, engines_were_offloaded: bool) -> SyncReport:
         """On rank 0, send the weight version to all engines."""

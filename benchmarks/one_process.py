@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from models.architecture import ModelSpec
-from mrl.core.types import RankBatch, TokenBlock, TrainBatch
+from mrl.core.types import ReplicaBatch, TokenBlock, TrainBatch
 from mrl.workers.dp_partition import StepPartition
 from parallel import device
 from parallel.dims import ParallelDims
@@ -114,7 +114,7 @@ def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPa
     return model_steps.partition(batch, max_tokens, share_prompts)
 
 
-def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[str, NDArray]:
+def gradients_of(actor, block: TokenBlock, replica_batch: ReplicaBatch, loss) -> dict[str, NDArray]:
     """Return the complete gradients by Hugging Face name, without an optimizer step."""
     from functools import partial
 
@@ -122,7 +122,7 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
 
     head = partial(actor.head, temperature=1.0)
     actor.accumulate_gradients(
-        actor.micro_batches(block, rank_batch), head, partial(policy_loss, loss=loss), rank_batch, all_reduce=True
+        actor.micro_batches(block, replica_batch), head, partial(policy_loss, loss=loss), replica_batch, all_reduce=True
     )
     return {name: gradient.numpy().copy() for name, gradient in actor.export_gradients()}
 

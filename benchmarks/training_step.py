@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import measurements
-from mrl.core.types import RankBatch, TokenBlock
+from mrl.core.types import ReplicaBatch, TokenBlock
 
 SIZES = {
     "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
@@ -123,10 +123,10 @@ def _responses_only(
     return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predictor_index])
 
 
-def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bool) -> list[PreparedMicroBatch]:
+def prepare(actor, block: TokenBlock, replica_batch: ReplicaBatch, with_advantages: bool) -> list[PreparedMicroBatch]:
     """Return micro-batches for the bare step, with the same rows in the same packs."""
     found = []
-    for micro in actor.micro_batches(block, rank_batch):
+    for micro in actor.micro_batches(block, replica_batch):
         labels, mask = micro.tokens.roll(-1), torch.zeros(len(micro.tokens))
         assert torch.equal(labels[micro.predictor_index], micro.targets), "the rows of a pack are not whole"
         mask[micro.predictor_index] = (
@@ -139,17 +139,17 @@ def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bo
 
 
 def check_agreement(
-    update: Callable, bares: dict[str, BareMegatron], actor, block: TokenBlock, rank_batches: dict[str, RankBatch]
+    update: Callable, bares: dict[str, BareMegatron], actor, block: TokenBlock, replica_batches: dict[str, ReplicaBatch]
 ) -> None:
     """Raise AssertionError if the methods differ in the cross-entropy, in its gradient norm, or in PPO's gradient norm."""
     from mrl.algorithms.losses import CrossEntropy, PPOClip
 
     for loss, with_advantages in ((CrossEntropy(), False), (PPOClip(), True)):
         found = {}
-        for name, rank_batch in rank_batches.items():
-            report = update(rank_batch, loss)
+        for name, replica_batch in replica_batches.items():
+            report = update(replica_batch, loss)
             found[name] = (report.sums["loss"], report.maxima["optim/grad_norm"])
-        micros = prepare(actor, block, rank_batches["mrl, whole rows"], with_advantages)
+        micros = prepare(actor, block, replica_batches["mrl, whole rows"], with_advantages)
         found |= {name: bare.step(micros) for name, bare in bares.items()}
         (expected_loss, expected_norm), *others = found.values()
         for what in others:
@@ -173,22 +173,23 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
         "mrl, whole rows": one_process.partition(batch, sizes.max_tokens, share_prompts=False),
         "mrl": one_process.partition(batch, sizes.max_tokens, share_prompts=True),
     }
-    rank_batches = {name: plan.rank_batches[0] for name, plan in plans.items()}
+    replica_batches = {name: plan.replica_batches[0] for name, plan in plans.items()}
 
-    def update(rank_batch: RankBatch, loss):
-        return actor.update(block, [rank_batch], loss, [LR])[0]
+    def update(replica_batch: ReplicaBatch, loss):
+        return actor.update(block, [replica_batch], loss, [LR])[0]
 
-    check_agreement(update, bares, actor, block, rank_batches)
-    micros = prepare(actor, block, rank_batches["mrl, whole rows"], with_advantages=True)
+    check_agreement(update, bares, actor, block, replica_batches)
+    micros = prepare(actor, block, replica_batches["mrl, whole rows"], with_advantages=True)
     methods: dict[str, Callable] = {name: lambda bare=bare: bare.step(micros) for name, bare in bares.items()}
     methods |= {
-        name: lambda rank_batch=rank_batch: update(rank_batch, PPOClip()) for name, rank_batch in rank_batches.items()
+        name: lambda replica_batch=replica_batch: update(replica_batch, PPOClip())
+        for name, replica_batch in replica_batches.items()
     }
     if profile:
         for name in ("bare", "mrl, whole rows"):
             print_profile(name, methods[name])
     tokens = {name: plan.metrics["batch/computed_tokens"] for name, plan in plans.items()}
-    counts = {name: len(rank_batch.micro_batches) for name, rank_batch in rank_batches.items()}
+    counts = {name: len(replica_batch.micro_batches) for name, replica_batch in replica_batches.items()}
     Console().print(f"micro-batches {counts}, response tokens {batch.response_lengths.sum()}")
     return interleaved(methods, repeats), dict.fromkeys(bares, tokens["mrl, whole rows"]) | tokens
 

@@ -27,7 +27,10 @@ BLOCK_BYTES = 1 << 26
 
 
 class ModelOffloader:
-    """Moves one rank's part of a model between device and host. Every rank calls `move_to` while no computation runs."""
+    """Moves one rank's part of a model between device and host.
+
+    Every rank must call `move_to`, and no computation may run during the call.
+    """
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], get_optimizer: Callable[[], MegatronOptimizer | None]
@@ -41,11 +44,11 @@ class ModelOffloader:
     @property
     def level(self) -> OffloadLevel:
         """The highest level whose contents are all on the device. The result is also correct after a failed `move_to`."""
-        if self._weights.storages:
+        if self._weights.offloaded_storages:
             return OffloadLevel.FULLY_OFFLOADED
         return (
             OffloadLevel.WEIGHTS_LOADED
-            if self._state.storages or self._dropped_gradients
+            if self._state.offloaded_storages or self._dropped_gradients
             else OffloadLevel.FULLY_LOADED
         )
 
@@ -190,7 +193,7 @@ class _HostCopy(_HostMemory):
         self._offloaded: list[tuple[UntypedStorage, int, list[Tensor]]] = []
 
     @property
-    def storages(self) -> list[UntypedStorage]:
+    def offloaded_storages(self) -> list[UntypedStorage]:
         return [storage for storage, _, _ in self._offloaded]
 
     def offload(self, storages: Iterable[UntypedStorage]) -> None:

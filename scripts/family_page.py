@@ -43,9 +43,10 @@ run on a CPU. [What is proven where](proven.md) says what has been run on GPUs.
 OTHERS = """\
 ## Other models
 
-The table says what transformers {transformers}, SGLang {sglang} and Megatron-Core {megatron} have of other models. A test
-compares the table with the source of these versions. If an architecture is not in the tables above, mrl refuses the model, unless
-`model.family` names [a family of your own](../tutorials/model.md#a-family-of-your-own).
+The table says what transformers {transformers}, SGLang {sglang} and Megatron-Core {megatron} implement for further models, and
+what mrl lacks. Kimi K2 and Phi-4 are also in the tables above. A test compares the table with the source of these versions.
+If an architecture is not in the tables above, mrl refuses the model, unless `model.family` names
+[a family of your own](../tutorials/model.md#a-family-of-your-own).
 
 | Model | Architecture | transformers | SGLang | Megatron-Core | Missing in mrl |
 |---|---|---|---|---|---|"""

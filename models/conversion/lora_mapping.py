@@ -2,7 +2,7 @@
 
 PEFT is the library of Hugging Face for adapters. The adapter of a Hugging Face matrix `NAME.weight` [out, in] consists of
 `base_model.model.NAME.lora_A.weight` [rank, in] and `base_model.model.NAME.lora_B.weight` [out, rank]. NAME is the name of the
-module in transformers (Family.peft_prefixes).
+module in transformers. If it does not begin like the name in the checkpoint, Family.peft_prefixes has both beginnings.
 """
 
 import re
@@ -27,8 +27,8 @@ def matrix_name(hf_name: str) -> str:
 def can_have_adapter(row: ParamMapping, experts: bool = False) -> bool:
     """Whether the row is a linear layer that can have adapters. The output layer and the router cannot have adapters.
 
-    A row cannot have adapters if one of its tensors contains several matrices. Routed experts can have adapters only if `experts`
-    is true.
+    A row cannot have adapters if one of its Hugging Face tensors concatenates several matrices, as in Phi-3. Routed experts can
+    have adapters only if `experts` is true.
     """
     return _is_linear(row, experts) and row.num_concatenated == 1
 
@@ -60,8 +60,8 @@ def check_lora(lora: LoraConfig, family: Family, arch: Architecture) -> None:
     fused = {matrix_name(name): None for row in linears if row.num_concatenated > 1 for name in row.hf}
     if fused and not lora.targets:
         raise ValueError(
-            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because trainers store "
-            f"each in a matrix with a tensor of several sections; set lora.targets to names from {', '.join(known)}."
+            f"lora.targets=[] with {family.architecture}: {', '.join(fused)} cannot have adapters, because each of them "
+            f"joins several matrices; set lora.targets to names from {', '.join(known)}."
         )
     if unknown := [name for name in lora.targets if name not in known]:
         raise ValueError(

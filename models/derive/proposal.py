@@ -36,7 +36,7 @@ from models.derive.variants import (
     condition_of,
     make_variants,
     moe_layers_code,
-    normalization_field,
+    normalization_condition,
 )
 from models.families import load_family
 from models.families.decoder_blocks import DEFAULTS, FULL_ATTENTION_DEFAULTS, SIGMOID_ROUTED_MOE_DEFAULTS
@@ -217,7 +217,7 @@ def _moe_arguments(proposal: Proposal) -> list[str]:
         if layers is None or "first_k_dense_replace" not in layers:
             proposal.problems.append("layers with experts: first_k_dense_replace does not say which they are")
         return ["**read_sigmoid_routed_moe(config)"]
-    normalized = normalization_field(supported)
+    normalized = normalization_condition(supported)
     if layers is None or normalized is None:
         proposal.problems.append(
             "layers with experts: no known config field says which they are"

@@ -1,8 +1,9 @@
 """Changes one config field at a time, and finds which fields decide whether a model has optional tensors.
 
-A variant is a tiny model in which one field has another value. The probes run on the tiny model and on each variant. An optional
-part, such as the biases of queries, keys and values, depends on a field in two cases: the variants with the part are exactly
-those in which the field is true, or exactly those in which the field is false.
+A variant is a tiny model in which one field has another value. The probes (models/derive/probes.py), which find what each tensor
+does, run on the unchanged tiny model and on each variant. An optional part, such as the biases of queries, keys and values,
+depends on a field in two cases: the variants with the part are exactly those in which the field is true, or exactly those in
+which the field is false.
 """
 
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Condition:
     negated: bool = False  # whether the part is present if the field is false
 
     def code(self) -> str:
-        """Return the condition as Python code of a family."""
+        """Return the condition as a Python expression for the family file."""
         if self.field is None:
             return str(self.always)
         return f'{"not " if self.negated else ""}config["{self.field}"]'
@@ -89,7 +90,7 @@ def changed_values(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_variants(fields: dict[str, Any]) -> list[Variant]:
-    """Probe the tiny model with these fields, and then each variant with one changed field that the config class accepts.
+    """Probe the tiny model that has `fields`. Then change one field at a time, and probe each variant that can be built.
 
     Raises:
         ValueError: transformers cannot build the tiny model.
@@ -112,7 +113,10 @@ def make_variants(fields: dict[str, Any]) -> list[Variant]:
 
 
 def condition_of(part: str, variants: list[Variant]) -> Condition | None:
-    """Return the condition under which the part is present. None: no field decides this in all variants without problems."""
+    """Return the condition under which the part is present. None: no single field decides this.
+
+    Variants with problems are ignored.
+    """
     kind, slot = PARTS[part]
     runs = [
         (variant.fields, any(slot in match.slots for match in variant.structure.matches(kind)))
@@ -135,7 +139,7 @@ def _value(fields: dict[str, Any], name: str) -> Any:
     return known_fields(fields).get(name)
 
 
-def normalization_field(variants: list[Variant]) -> Condition | None:
+def normalization_condition(variants: list[Variant]) -> Condition | None:
     """Return the condition under which the router's weights of the chosen experts sum to 1. None: no field explains it."""
     runs = [
         (variant, match.options["routing"].normalized)

@@ -23,8 +23,8 @@ from models.families.decoder_blocks import (
 from models.hf_config import HFConfig
 from parallel.rope import LinearRope, Rope
 
-_SCALED_ROPE = "a scaled rotary embedding other than linear scaling in layers with full attention"
-_OWN_OUTPUT = "an output layer of its own"  # SGLang always computes logits with the embedding
+_SCALED_ROPE = "RoPE scaling, except linear scaling in layers with full attention"
+_OWN_OUTPUT = "untied embeddings"  # SGLang always computes logits with the embedding
 
 
 def translate(config: HFConfig) -> Architecture:

@@ -25,7 +25,7 @@ _NAMES: dict[str, Block] = {  # value in layers_block_type -> block; the first t
     "moe": "moe",
 }
 _CONV_BIAS = "conv_bias"
-_OTHER_GROUPS = "n_groups other than 8 without an equal field mamba_n_groups"
+_OTHER_GROUPS = "n_groups other than 8, and no field mamba_n_groups with the same value"
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "backbone.layers.{layer}"
 _MIXER, _HF = f"{_LAYER}.self_attention", f"{_HF_LAYER}.mixer"

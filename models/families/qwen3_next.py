@@ -30,7 +30,7 @@ from models.multiply_adds import recurrent_value_width
 from parallel.rope import Rope
 
 _KINDS = ("linear_attention", "full_attention")
-_OTHER_ROPE = "a rotary embedding other than rope_theta and partial_rotary_factor of config.json say"
+_OTHER_ROPE = "a rotary embedding that differs from rope_theta and partial_rotary_factor of config.json"
 _OTHER_LAYERS = "layer_types that differ from full_attention_interval"
 _DENSE_LAYERS = "layers without experts"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")

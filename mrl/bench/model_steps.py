@@ -137,7 +137,7 @@ def measure_step(job: SectionJob) -> None:
         shared = choice.startswith("packed, shared")
 
         def update(rows_of_choice: TokenBlock = rows_of_choice, plan: StepPartition = plan) -> None:
-            actor.update(rows_of_choice, [plan.rank_batches[0]], LOSS, [LR])
+            actor.update(rows_of_choice, [plan.replica_batches[0]], LOSS, [LR])
 
         with job.case(f"{name}: {choice}"):
             seconds = seconds_of(update, budget_s=1.0, least=2)
@@ -174,7 +174,7 @@ def _long_response(job: SectionJob, actor: MegatronActor, config: dict[str, Any]
     plan = partition(batch, tokens, share_prompts=False)
 
     def update() -> None:
-        actor.update(block, [plan.rank_batches[0]], LOSS, [LR])
+        actor.update(block, [plan.replica_batches[0]], LOSS, [LR])
 
     seconds = seconds_of(update, budget_s=2.0, least=2)
     flops = 6 * multiply_adds(config, block, plan, shared=False)
@@ -231,7 +231,7 @@ def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition
     lengths, prompts = block.lengths.astype(float), block.prompt_lengths.astype(float)
     attention = (lengths**2).sum()
     if shared:
-        first = np.concatenate([_first_rows(rows, plan) for rows in plan.rank_batches[0].micro_batches])
+        first = np.concatenate([_first_rows(rows, plan) for rows in plan.replica_batches[0].micro_batches])
         attention += (prompts[first] ** 2).sum() - (prompts**2).sum()
     computed = plan.metrics["batch/computed_tokens"]
     return (linear - head) * computed + quadratic * attention + head * float(block.sampled_lengths.sum())
@@ -239,7 +239,7 @@ def multiply_adds(config: dict[str, Any], block: TokenBlock, plan: StepPartition
 
 def _first_rows(rows: NDArray[np.int64], plan: StepPartition) -> NDArray[np.int64]:
     """Return the first row of each group in a micro-batch. With shared prompts, only these rows compute the prompt."""
-    groups_of_rows = plan.rank_batches[0].groups
+    groups_of_rows = plan.replica_batches[0].groups
     assert groups_of_rows is not None, "prompts are shared"
     return rows[np.unique(groups_of_rows[rows], return_index=True)[1]]
 
@@ -323,7 +323,7 @@ def _kernels() -> Kernels:
 def largest_micro_batch(block: TokenBlock, plan: StepPartition) -> tuple[int, float]:
     """Return the tokens of the largest micro-batch with shared prompts, and the keys that its attention reads per token."""
     sizes = []
-    for rows in plan.rank_batches[0].micro_batches:
+    for rows in plan.replica_batches[0].micro_batches:
         prompts = block.prompt_lengths[_first_rows(rows, plan)].sum()
         tokens = prompts + block.response_lengths[rows].sum()
         sizes.append((int(tokens), float((prompts + block.lengths[rows].sum()) / tokens)))
@@ -387,12 +387,12 @@ def measure_sleep(job: SectionJob) -> None:
     bounds = (sizes.prompt, sizes.response)
     block, batch = random_groups(np.random.default_rng(0), config["vocab_size"], (1, 2), bounds)
     plan = partition(batch, sizes.max_tokens, share_prompts=True)
-    actor.update(block, [plan.rank_batches[0]], LOSS, [LR])  # creates the optimizer's state
+    actor.update(block, [plan.replica_batches[0]], LOSS, [LR])  # creates the optimizer's state
     turns = []
     for turn in ("first sleep, which allocates the host memory", "second sleep", "third sleep"):
         job.progress(turn)
         turns.append(_sleep_and_wake(actor))
-    actor.update(block, [plan.rank_batches[0]], LOSS, [LR])
+    actor.update(block, [plan.replica_batches[0]], LOSS, [LR])
     nbytes, residue = turns[-1][2:]
     for name, part in (("first sleep, which allocates the host memory", turns[:1]), ("later sleeps", turns[1:])):
         sleep_s, wake_s = (median(times) for times in list(zip(*part, strict=True))[:2])

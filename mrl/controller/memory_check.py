@@ -18,13 +18,13 @@ from mrl.controller.plan_models import (
     build_pools,
     check_layout,
     check_planned_transport,
+    drop_lora_path_if_continuing,
     engine_parallel_sizes,
     gpu_transport,
     make_input_files,
     parallel_layout,
     plan_models,
     section_of,
-    without_unread_adapters,
 )
 from mrl.controller.plan_train import TrainPlan, actor_holds_reference, algorithm_of, plan_training
 from mrl.placement.device_map import planned_device_map
@@ -53,7 +53,7 @@ class MemoryEstimator:
         """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
         algorithm = algorithm_of(config)
         make_input_files(config)
-        read_config = without_unread_adapters(config, continues_from_checkpoint(config))
+        read_config = drop_lora_path_if_continuing(config, continues_from_checkpoint(config))
         return cls._of(config, algorithm, plan_models(read_config, algorithm.required_inputs, weights=False))
 
     @classmethod

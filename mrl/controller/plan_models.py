@@ -112,8 +112,8 @@ def needed_roles(config: Config, required_inputs: frozenset[str]) -> dict[str, R
     return {name: role for name, role in roles if role.is_served or role.column in required_inputs or name in teachers}
 
 
-def without_unread_adapters(config: Config, continues: bool) -> Config:
-    """Return the config without lora.path if the run continues from a checkpoint, because it then does not read this folder."""
+def drop_lora_path_if_continuing(config: Config, continues: bool) -> Config:
+    """If the run continues from a checkpoint, return the config without lora.path: the run does not read those adapters."""
     return replace(config, lora=replace(config.lora, path=None)) if continues else config
 
 
@@ -191,14 +191,14 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
     if is_uneven and arch.vision and arch.vision.num_features:
         _check_first_stage(config, arch.vision.num_features, arch.num_layers, dims)
     if is_uneven and not all(arch.indexer_layers):
-        _check_no_layout(config, "whether every stage begins with a layer that has an indexer")
+        _refuse_layout(config, "whether every stage begins with a layer that has an indexer")
         stages = pipeline_stages(arch.num_layers, dims, config.megatron)
         arch.check_first_layers_of_stages(virtual.first for stage in stages for virtual in stage if virtual.layers)
 
 
 def _check_first_stage(config: Config, num_features: int, num_layers: int, dims: ParallelDims) -> None:
     """Raise ValueError if a stage other than the first has layers that get features of the vision tower."""
-    _check_no_layout(config, f"whether the first stage has the {num_features} layers with features of the vision tower")
+    _refuse_layout(config, f"whether the first stage has the {num_features} layers with features of the vision tower")
     count = layers_of_stages(num_layers, dims, config.megatron)[0][0]
     if count < num_features:
         raise ValueError(
@@ -207,7 +207,7 @@ def _check_first_stage(config: Config, num_features: int, num_layers: int, dims:
         )
 
 
-def _check_no_layout(config: Config, unknown: str) -> None:
+def _refuse_layout(config: Config, unknown: str) -> None:
     """Raise ValueError if pipeline_model_parallel_layout is set. `unknown`: what mrl then cannot know, for the message."""
     if layout := config.megatron.get("pipeline_model_parallel_layout"):
         raise ValueError(
@@ -420,8 +420,8 @@ def _check_key_norms(family: Family, arch: Architecture, parallel_sizes: EngineP
     has_norm = any(row.replicated_in_engine and row.shapes == (("kv",),) for row in family.rows(arch))
     if has_norm and parallel_sizes.tp // parallel_sizes.dp > heads:
         raise ValueError(
-            f"rollout.engine_tp={parallel_sizes.tp}: SGLang normalizes the keys of all ranks together, and several ranks would "
-            f"hold the same of the {heads} key/value heads of {family.architecture}; use at most {heads}."
+            f"rollout.engine_tp={parallel_sizes.tp}: SGLang normalizes the keys of all ranks together. With more ranks "
+            f"than the {heads} key/value heads of {family.architecture}, it would count a head twice; use at most {heads}."
         )
 
 

@@ -20,13 +20,13 @@ from mrl.controller.plan_models import (
     ModelPlan,
     build_pools,
     check_layout,
+    drop_lora_path_if_continuing,
     engine_layout,
     gpu_transport,
     make_input_files,
     plan_model,
     plan_models,
     planned_gpus,
-    without_unread_adapters,
 )
 from mrl.controller.plan_supervised import SupervisedObjective, check_supervised_data
 from mrl.controller.plan_train import algorithm_of
@@ -183,7 +183,7 @@ def _plan_run_models(config: Config, weights: bool = True) -> dict[str, ModelPla
     required_inputs = algorithm_of(config).required_inputs
     make_input_files(config)
     return plan_models(
-        without_unread_adapters(config, continues_from_checkpoint(config)), required_inputs, weights=weights
+        drop_lora_path_if_continuing(config, continues_from_checkpoint(config)), required_inputs, weights=weights
     )
 
 

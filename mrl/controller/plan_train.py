@@ -27,10 +27,10 @@ from mrl.controller.plan_models import (
     build_pools,
     chat_template,
     check_served_folders,
+    drop_lora_path_if_continuing,
     engine_layout,
     make_input_files,
     plan_models,
-    without_unread_adapters,
 )
 from mrl.controller.plan_mtp import draft_server_args
 from mrl.controller.plan_prompts import (
@@ -174,7 +174,7 @@ def plan_training(config: Config, *, check_hashes: bool = True) -> TrainPlan:
     check_synced_args(config.sglang)
     make_input_files(config)
     finished_warm_start = find_finished_warm_start(config)
-    read_config = without_unread_adapters(config, resume.checkpoint is not None)  # see TrainPlan.lora
+    read_config = drop_lora_path_if_continuing(config, resume.checkpoint is not None)  # see TrainPlan.lora
     models = plan_models(read_config, algorithm.required_inputs, actor_path=finished_warm_start)
     actor = replace(models["actor"], config=config)
     check_distillation(config, algorithm, models)

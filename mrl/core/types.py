@@ -454,7 +454,7 @@ class SupervisedRows:
 
 
 @dataclass(frozen=True)
-class RankBatch:
+class ReplicaBatch:
     """The rows on which one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
     # Rows of each micro-batch. Some micro-batches may have no rows if vpp > 1 or ParallelDims.equal_micro_batch_counts is true

@@ -225,7 +225,7 @@ class EngineCheck:
             engine = self._record(client, block)
             batch = partition_step(
                 TrainBatch.of(block, None), ParallelDims(), replace(self.packing, share_prompts=False)
-            ).rank_batches
+            ).replica_batches
             routing = {point: weights for point, weights in engine.items() if point.endswith(".routing")}
             path = f"{self.folder}/trainer_trace.safetensors"
             file, outputs = group.call_rank_0(TrainWorker.trace_forward, block, batch, self.temperature, routing, path)

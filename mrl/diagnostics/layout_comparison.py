@@ -19,7 +19,7 @@ from mrl.algorithms.inputs import AdvantageInputs, join_precomputed_columns, req
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import TokenWeighting
 from mrl.config.schema import CertifyConfig
-from mrl.core.types import Column, RankBatch, TokenBlock, TrainBatch
+from mrl.core.types import Column, ReplicaBatch, TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import StepDump
 from mrl.workers.dp_partition import Packing, StepPartition, merge_rank_batches, partition_step
 from mrl.workers.group import WorkerGroup
@@ -82,7 +82,7 @@ class ParityCheck:
             block = self._make_off_policy(block, logprobs, groups, rng)
             expected = self._trace(group, block, [reference_batch], "one_process")
         with self.start_ranks(dims) as group:
-            actual = self._trace(group, block, partition.rank_batches, "layout")
+            actual = self._trace(group, block, partition.replica_batches, "layout")
         return compare_traces(expected, actual, TOLERANCES[self.settings.dtype])
 
     def _make_off_policy(
@@ -108,7 +108,7 @@ class ParityCheck:
         columns |= join_precomputed_columns([self.loss], inputs, advantages, rng)
         return block.with_columns(**columns)
 
-    def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:
+    def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> ReplicaBatch:
         """Return the batch for the single process: one micro-batch without shared prompts.
 
         If the loss depends on the micro-batches, the batch has the micro-batches of all replicas of the layout instead.
@@ -116,9 +116,9 @@ class ParityCheck:
         if self.has_balancing_loss:
             return merge_rank_batches(partition)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
-        return partition_step(step, ParallelDims(), plain, self.weighting).rank_batches[0]
+        return partition_step(step, ParallelDims(), plain, self.weighting).replica_batches[0]
 
-    def _trace(self, group: WorkerGroup, block: TokenBlock, batches: Sequence[RankBatch], name: str) -> StepTrace:
+    def _trace(self, group: WorkerGroup, block: TokenBlock, batches: Sequence[ReplicaBatch], name: str) -> StepTrace:
         return group.trace_step(
             block,
             batches,
@@ -211,21 +211,21 @@ class StepReplay:
         block = self.dump.block()
         batch = self.dump.batch(block)
         step = partition_step(batch, dims, self.packing, self.weighting)
-        actual = self._trace(block, dims, step.rank_batches, "layout")
+        actual = self._trace(block, dims, step.replica_batches, "layout")
         reference_batches = (
             [merge_rank_batches(step)] if self.has_balancing_loss else self._reference_batches(batch, reference_dims)
         )
         expected = self._trace(block, reference_dims, reference_batches, "against")
         return compare_step_traces(block, expected, actual, self.dtype)
 
-    def _reference_batches(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
+    def _reference_batches(self, batch: TrainBatch, dims: ParallelDims) -> list[ReplicaBatch]:
         """Partition the batch for the reference layout, without shared prompts.
 
         So the comparison also finds errors in the computation of shared prompts.
         """
-        return partition_step(batch, dims, replace(self.packing, share_prompts=False), self.weighting).rank_batches
+        return partition_step(batch, dims, replace(self.packing, share_prompts=False), self.weighting).replica_batches
 
-    def _trace(self, block: TokenBlock, dims: ParallelDims, batches: list[RankBatch], name: str) -> StepTrace:
+    def _trace(self, block: TokenBlock, dims: ParallelDims, batches: list[ReplicaBatch], name: str) -> StepTrace:
         temperature, folder = self.dump.description.temperature, f"{self.folder}/{name}"
         with self.start_ranks(dims) as group:
             group.call(TrainWorker.load_step_dump, str(self.dump.path), self.checkpoint)

@@ -9,10 +9,10 @@ from mrl.config.schema import Config
 from mrl.controller.memory_check import check_transport
 from mrl.controller.plan_models import (
     build_pools,
+    drop_lora_path_if_continuing,
     engine_layout,
     make_input_files,
     plan_models,
-    without_unread_adapters,
 )
 from mrl.controller.plan_train import algorithm_of
 from mrl.doctor.host_facts import Requirements
@@ -29,7 +29,7 @@ def requirements_of(config: Config) -> Requirements:
     try:
         required_inputs = algorithm_of(config).required_inputs
         make_input_files(config)
-        models = plan_models(without_unread_adapters(config, continues_from_checkpoint(config)), required_inputs)
+        models = plan_models(drop_lora_path_if_continuing(config, continues_from_checkpoint(config)), required_inputs)
         actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
         if not config.rollout.replay:
             engine_layout(config, actor)

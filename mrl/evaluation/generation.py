@@ -43,7 +43,7 @@ from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.engine_pool import deadline_error
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
-CONVERTED_MODEL = "model"  # temporary subfolder of generate.output; contains the converted Megatron checkpoint
+CONVERTED_FOLDER_NAME = "model"  # temporary subfolder of generate.output; contains the converted Megatron checkpoint
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def generate(
     prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
         store.check_prompts(prompts_digest(prompts))
-        scratch = store.folder / CONVERTED_MODEL  # only used if the model is a Megatron checkpoint
+        scratch = store.folder / CONVERTED_FOLDER_NAME  # only used if the model is a Megatron checkpoint
         folder = plan.model.prepare_engine_folder(scratch, converting)
         group = engine_group(plan.config, plan.server_args, folder)
         with running_engines(plan.config, group, logprobs=settings.logprobs) as watcher:

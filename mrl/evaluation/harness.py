@@ -24,7 +24,7 @@ from mrl.config.secrets import authorization, engine_key
 from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype
 from mrl.evaluation.engines import EngineWatcher, engine_group, running_engines
 from mrl.evaluation.evaluation_summary import IntervalEstimate
-from mrl.evaluation.generation import CONVERTED_MODEL, SampledModel, find_model
+from mrl.evaluation.generation import CONVERTED_FOLDER_NAME, SampledModel, find_model
 from mrl.rollout.client import EngineError
 from mrl.rollout.engine_pool import deadline_error
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
@@ -150,8 +150,8 @@ def run_harness(
     left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    # lm_eval creates a folder named after the model in plan.folder, so the converted model is put beside plan.folder
-    scratch = plan.folder.with_name(f"harness_{CONVERTED_MODEL}")
+    # lm_eval creates a folder with the name of the model in plan.folder, so the model is converted into a folder beside it
+    scratch = plan.folder.with_name(f"harness_{CONVERTED_FOLDER_NAME}")
     shutil.rmtree(
         scratch, ignore_errors=True
     )  # an interrupted evaluation may have left the weights of another checkpoint
@@ -162,7 +162,7 @@ def run_harness(
         OpenAIEndpoint(watcher, config.generate.requests_in_flight) as endpoint,
     ):
         status = _run(plan.command_line(endpoint.url))
-        if watcher.lost:  # the reason if no engine is left
+        if watcher.lost:  # not empty if no engine is left; it then says why
             raise EngineError(watcher.lost)
     shutil.rmtree(scratch, ignore_errors=True)
     if status:

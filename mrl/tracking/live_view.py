@@ -237,7 +237,7 @@ class LiveRun:
         return max(0.0, last - begin) if last else None
 
     def _problems(self) -> list[str]:
-        """Return the last warnings and errors, newest first: those in the driver's log, then those of the other processes."""
+        """Return the last warnings and errors: those in the driver's log, then those of other processes, each newest first."""
         logged, others = [], []
         for line in self._files.lines(self.folder / LOG_FILE):
             if match := _PROBLEM.match(line.decode(errors="replace")):

@@ -392,8 +392,8 @@ def _sync_sentences(timelines: Sequence[ProcessTimeline], total_s: float) -> lis
     sending = max(each.get("send bucket", 0.0) for each in seconds)
     waiting = max(each.get("wait for engines", 0.0) for each in seconds)
     return [
-        f"The rank that sends longest sends during {percent(sending / total_s)} of the weight sync. The rank that waits longest "
-        f"for engines waits during {percent(waiting / total_s)}."
+        f"On the rank that sends longest, sending takes {percent(sending / total_s)} of the weight sync. On the rank that waits "
+        f"longest for engines, waiting takes {percent(waiting / total_s)}."
     ]
 
 

@@ -28,7 +28,7 @@ from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.objective import check_token_values
 from mrl.algorithms.preference import ScoreLoss
 from mrl.core.metrics import logged_name
-from mrl.core.types import OFFLINE, RankBatch, TokenBlock
+from mrl.core.types import OFFLINE, ReplicaBatch, TokenBlock
 from mrl.workers.megatron_model import NONFINITE_LOSS_TOKENS, MegatronModel, MicroBatchStatistics
 from mrl.workers.micro_batch import MicroBatch
 from parallel import groups
@@ -182,7 +182,7 @@ class MegatronActor(MegatronModel):
         return partial(self.mtp_head, head=head), partial(with_mtp_loss, loss=policy, coef=self.spec.mtp_loss_coef)
 
     def compute_teacher_outputs(
-        self, block: TokenBlock, batch: RankBatch, temperature: float, top_k: int | None
+        self, block: TokenBlock, batch: ReplicaBatch, temperature: float, top_k: int | None
     ) -> list[dict[str, NDArray]]:
         """Return, for the sampled tokens of each micro-batch, the outputs of this teacher that distillation needs.
 
@@ -199,7 +199,7 @@ class MegatronActor(MegatronModel):
         return [as_teacher_outputs(output, top_k) for output in self.compute_outputs(block, batch, head)]
 
     def compute_columns(
-        self, block: TokenBlock, batch: RankBatch, temperature: float, names: Sequence[str]
+        self, block: TokenBlock, batch: ReplicaBatch, temperature: float, names: Sequence[str]
     ) -> dict[str, list[Tensor]]:
         """Compute several columns in one forward pass. `names`: which outputs of `head` are computed.
 
@@ -208,11 +208,13 @@ class MegatronActor(MegatronModel):
         outputs = self.compute_outputs(block, batch, partial(self.head, temperature=temperature, names=names))
         return {name: [output[index] for output in outputs] for index, name in enumerate(names)}
 
-    def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
+    def compute_logprobs(self, block: TokenBlock, batch: ReplicaBatch, temperature: float = 1.0) -> list[Tensor]:
         """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
         return self.compute_columns(block, batch, temperature, ["logprobs"])["logprobs"]
 
-    def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
+    def compute_reference_logprobs(
+        self, block: TokenBlock, batch: ReplicaBatch, temperature: float = 1.0
+    ) -> list[Tensor]:
         """Return the result of `compute_logprobs` with the weights of the reference."""
         with self.reference_weights():
             return self.compute_logprobs(block, batch, temperature)
@@ -413,7 +415,7 @@ class MegatronCritic(MegatronModel):
         """Return the head and the value loss, whose target is the column `returns`. Values have no temperature."""
         return self.head, partial(value_loss, loss=loss)
 
-    def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
+    def compute_values(self, block: TokenBlock, batch: ReplicaBatch) -> list[Tensor]:
         """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns values."""
         return [output[0] for output in self.compute_outputs(block, batch, self.head)]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.objective import TokenWeighting
-from mrl.core.types import RankBatch, TrainBatch
+from mrl.core.types import ReplicaBatch, TrainBatch
 from mrl.data.batching import CostModel, PackingUnit, make_units, make_whole_units, plan_micro_batches
 from parallel.dims import ParallelDims
 
@@ -35,7 +35,7 @@ class Packing:
 class StepPartition:
     """The rows of one optimizer step, divided among the replicas."""
 
-    rank_batches: list[RankBatch]  # by data-parallel rank
+    replica_batches: list[ReplicaBatch]  # by data-parallel rank
     metrics: dict[str, float]  # metrics batch/... of this optimizer step
 
 
@@ -81,7 +81,7 @@ def partition_step(
     step_tokens = max(1, sum(unit.tokens for unit in units))
     sampled_tokens = max(1, int(batch.sampled_lengths[batch.rows].sum()))
     batches = [
-        RankBatch(micros, weights, groups if shared else None, step_tokens, sampled_tokens) for micros in replicas
+        ReplicaBatch(micros, weights, groups if shared else None, step_tokens, sampled_tokens) for micros in replicas
     ]
     return StepPartition(batches, _metrics(batch, units, replicas))
 
@@ -109,10 +109,10 @@ def _groups(batch: TrainBatch) -> NDArray[np.int64]:
     return np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
 
 
-def merge_rank_batches(partition: StepPartition) -> RankBatch:
+def merge_rank_batches(partition: StepPartition) -> ReplicaBatch:
     """Return a batch with the micro-batches of all replicas, as if there were only one replica."""
-    micros = tuple(rows for batch in partition.rank_batches for rows in batch.micro_batches)
-    return replace(partition.rank_batches[0], micro_batches=micros)
+    micros = tuple(rows for batch in partition.replica_batches for rows in batch.micro_batches)
+    return replace(partition.replica_batches[0], micro_batches=micros)
 
 
 def _metrics(

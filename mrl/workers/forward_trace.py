@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from mrl.core.types import RankBatch, TokenBlock
+from mrl.core.types import ReplicaBatch, TokenBlock
 from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT
 from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.micro_batch import MicroBatch
@@ -32,7 +32,7 @@ Arrays = dict[str, NDArray]
 def trace_forward(
     model: MegatronActor,
     block: TokenBlock,
-    batch: RankBatch,
+    batch: ReplicaBatch,
     temperature: float,
     engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:

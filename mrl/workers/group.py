@@ -14,7 +14,7 @@ import ray
 from models.architecture import ModelSpec
 from mrl.algorithms.objective import TokenWeighting
 from mrl.core.run_errors import StartError
-from mrl.core.types import Handle, RankBatch, RankColumns, TeacherPart, TokenBlock, TrainBatch, UpdateReport
+from mrl.core.types import Handle, RankColumns, ReplicaBatch, TeacherPart, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.dp_partition import MEAN_OVER_TOKENS, Packing, StepPartition, partition_step
@@ -235,14 +235,14 @@ class WorkerGroup:
         `method`: a method of TrainWorker that returns RankColumns. `options`: further arguments of `method`.
         """
         partition = partition_step(batch, self.dims, packing.for_forward_pass())
-        return self._send(method, (batch.block, ray.put(partition.rank_batches)), options).then(ComputedColumns.of)
+        return self._send(method, (batch.block, ray.put(partition.replica_batches)), options).then(ComputedColumns.of)
 
     def evaluate(
         self, batch: TrainBatch, packing: Packing, *, weighting: TokenWeighting = MEAN_OVER_TOKENS, **options: Any
     ) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options`: further arguments of the model's `evaluate`, such as loss."""
         partition = partition_step(batch, self.dims, packing.for_forward_pass(), weighting)
-        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.rank_batches)), options)
+        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.replica_batches)), options)
         return self._combine(reports, partition)
 
     def update(self, mini_batches: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
@@ -265,7 +265,7 @@ class WorkerGroup:
         temperature.
         """
         partitions = [partition_step(batch, self.dims, packing, weighting) for batch in mini_batches]
-        by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
+        by_replica = list(zip(*(partition.replica_batches for partition in partitions), strict=True))
         first = mini_batches[0]
         options = dict(columns=first.columns, teachers=first.teachers, lrs=lrs, **options)
         call = self._send(TrainWorker.update, (first.block, ray.put(by_replica)), options)
@@ -298,22 +298,24 @@ class WorkerGroup:
 
     # Parity checks.
 
-    def trace_step(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
+    def trace_step(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], **options: Any) -> StepTrace:
         """Trace one optimizer step, with one batch for each replica. `options`: loss, lr, temperature, folder."""
-        return StepTrace.merge(self._call_ranks(TrainWorker.trace_step, (block, ray.put(list(rank_batches))), options))
+        return StepTrace.merge(
+            self._call_ranks(TrainWorker.trace_step, (block, ray.put(list(replica_batches))), options)
+        )
 
-    def trace_layers(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
+    def trace_layers(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], **options: Any) -> StepTrace:
         """Trace a step up to its gradients, layer by layer. `options`: loss, temperature, folder."""
         return StepTrace.merge(
-            self._call_ranks(TrainWorker.trace_layers, (block, ray.put(list(rank_batches))), options)
+            self._call_ranks(TrainWorker.trace_layers, (block, ray.put(list(replica_batches))), options)
         )
 
     def forward_outputs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], *, temperature: float
+        self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], *, temperature: float
     ) -> dict[int, Any]:
         """Return row -> log-probabilities (actor) or values (critic) of its sampled tokens, under the current weights."""
         options = dict(temperature=temperature)
-        parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(rank_batches))), options)
+        parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(replica_batches))), options)
         return {row: column for part in parts for row, column in part.items()}
 
     # What the ranks record.

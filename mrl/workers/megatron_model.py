@@ -35,7 +35,7 @@ from mrl.algorithms.objective import Objective
 from mrl.config.process_schema import LoraSync, Transport, WeightSyncConfig
 from mrl.core.code_locations import describe_plug_in
 from mrl.core.run_errors import NonFiniteGradientError
-from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
+from mrl.core.types import ColumnPart, ReplicaBatch, TokenBlock, UpdateReport
 from mrl.weight_sync.adapter_sync import AdapterSync
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
@@ -140,7 +140,7 @@ class MegatronModel:
 
     # Forward and backward passes.
 
-    def micro_batches(self, block: TokenBlock, batch: RankBatch, trains_mtp: bool = False) -> list[MicroBatch]:
+    def micro_batches(self, block: TokenBlock, batch: ReplicaBatch, trains_mtp: bool = False) -> list[MicroBatch]:
         """Build this rank's part of each micro-batch in `batch`. With `trains_mtp`, MTP layers run, if the model has any."""
         options = dict(
             sum_over_ranks=partial(all_reduce_sum, group=groups.cp_group()),
@@ -149,7 +149,7 @@ class MegatronModel:
         )
         return [MicroBatch.build(block, rows, batch, self._pack, **options) for rows in batch.micro_batches]
 
-    def compute_outputs(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
+    def compute_outputs(self, block: TokenBlock, batch: ReplicaBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns the head's output for each micro-batch: [number of outputs, R].
 
         Each context-parallel rank computes a part [number of outputs, local R], and returns the whole output. Only the last
@@ -182,7 +182,7 @@ class MegatronModel:
         """Whether this rank returns the results of its replica. The other ranks of the replica return nothing."""
         return groups.is_last_stage() and groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0
 
-    def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
+    def column_part(self, columns: Sequence[Tensor], batch: ReplicaBatch) -> ColumnPart | None:
         """Join the columns [R] of all micro-batches. Only one rank of a replica returns the result; the other ranks return None.
 
         That rank is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
@@ -198,7 +198,7 @@ class MegatronModel:
         micros: Sequence[MicroBatch],
         head: OutputHead,
         loss_function: LossFunction[MicroBatchStatistics],
-        batch: RankBatch,
+        batch: ReplicaBatch,
         all_reduce: bool = False,
     ) -> list[MicroBatchStatistics]:
         """Clear the gradients. Then run all micro-batches, and accumulate the gradients of their losses.
@@ -227,7 +227,7 @@ class MegatronModel:
     def update(
         self,
         block: TokenBlock,
-        batches: Sequence[RankBatch],
+        batches: Sequence[ReplicaBatch],
         loss: Any,
         lrs: Sequence[float],
         temperature: float = 1.0,
@@ -248,7 +248,7 @@ class MegatronModel:
             reports.append(reduce_statistics(statistics, {self.grad_norm_key: grad_norm, "seconds": seconds}))
         return reports
 
-    def evaluate(self, block: TokenBlock, batch: RankBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
+    def evaluate(self, block: TokenBlock, batch: ReplicaBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
         """Compute the loss of this replica's rows without gradients.
 
         Returns the statistics of `update` without gradient norm and time.

@@ -1,4 +1,8 @@
-"""Micro-batch of a trainer rank: rows of a token block, as packed tensors on the device of the rank."""
+"""Micro-batch of a trainer rank: rows of a token block, as packed tensors on the device of the rank.
+
+A trainer rank has L tokens of a micro-batch, including padding (see parallel.packing). The micro-batch has R sampled tokens, and
+a context-parallel rank predicts `local R` of these tokens. All tensors [local R] are ordered by row, then by token.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from models.architecture import VisionTower
 from mrl.algorithms.inputs import Responses
-from mrl.core.types import RankBatch, TeacherOutputs, TokenBlock
+from mrl.core.types import ReplicaBatch, TeacherOutputs, TokenBlock
 from parallel.device import copy_to_device
 from parallel.image_packing import SequenceImages
 from parallel.packing import PackedSequences, Segment
@@ -35,11 +39,7 @@ class MtpTargets:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one packed forward pass on one trainer rank.
-
-    This rank has L tokens of the micro-batch, including padding (see parallel.packing). The micro-batch has R sampled tokens,
-    and this context-parallel rank predicts `local R` of these tokens. All tensors [local R] are ordered by row, then by token.
-    """
+    """Input of one packed forward pass on one trainer rank."""
 
     tokens: Tensor  # [L]
     packed: PackedSequences  # layout of these L tokens, see parallel.packing
@@ -62,7 +62,7 @@ class MicroBatch:
         cls,
         block: TokenBlock,
         rows: Ints,
-        batch: RankBatch,
+        batch: ReplicaBatch,
         pack: Callable[[list[Segment]], PackedSequences],
         sum_over_ranks: Callable[[Tensor], Tensor] = Responses.sum_over_ranks,
         vision: VisionTower | None = None,
@@ -135,7 +135,7 @@ def _one_token(block: TokenBlock) -> TokenBlock:
 def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
     """Return the images of the prompts of `part`. Images that several rows share are computed only once."""
     found = SequenceImages.without_images(part.positions)
-    first_outputs: dict[int, int] = {}  # id of the images of a row -> index of their first output
+    first_outputs: dict[int, int] = {}  # id of the images of a row -> index of their first output of the vision tower
     for row, images in sorted(part.images.items()):
         span = slice(part.cu_seqlens[row], part.cu_seqlens[row + 1])
         is_image = part.tokens[span] == vision.image_token
@@ -147,7 +147,7 @@ def _images(part: TokenBlock, vision: VisionTower) -> SequenceImages:
 
 
 def _later_tokens(part: TokenBlock, token_index: Ints, mtp_layers: int) -> Ints:
-    """Return [MTP layers, L]: for layer i = 0, 1, ... and each token, the token that is i + 1 positions later in the same row.
+    """Return [MTP layers, L]: for MTP layer k = 1, 2, ... and each token, the token k positions later in the same row.
 
     The entry is 0 if the row has no such token, and at padding. `token_index` [L]: index of each token in `part`; -1: padding.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.algorithms.losses import Loss, ValueLossFunction
 from mrl.algorithms.preference import ScoreLoss
-from mrl.core.types import RankBatch, TokenBlock
+from mrl.core.types import ReplicaBatch, TokenBlock
 from mrl.workers.actor_critic import MegatronActor, MegatronCritic
 from mrl.workers.megatron_model import MegatronModel, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
@@ -34,7 +34,7 @@ from parallel import groups
 def trace_step(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
-    batch: RankBatch,
+    batch: ReplicaBatch,
     loss: Loss | ValueLossFunction | ScoreLoss,
     lr: float,
     temperature: float,
@@ -42,8 +42,8 @@ def trace_step(
     """Run one optimizer step, and trace the step and the outputs before and after the step. All ranks call this.
 
     The outputs are log-probabilities (actor) or values (critic). The loss of a critic is a value loss. For an actor, the block
-    should have a column old_logprobs. Without this column, the probability ratio is always 1, so the loss would not
-    depend on the log-probabilities.
+    should have a column old_logprobs. Without this column, the probability ratio is always 1, so wrong
+    log-probabilities would not change the value of the loss.
     """
     outputs = forward_outputs(model, block, batch, temperature)
     total = _accumulate(model, block, batch, loss, temperature)
@@ -66,7 +66,7 @@ def trace_step(
 def trace_layers(
     model: MegatronActor | MegatronCritic,
     block: TokenBlock,
-    batch: RankBatch,
+    batch: ReplicaBatch,
     loss: Loss | ValueLossFunction | ScoreLoss,
     temperature: float,
 ) -> StepTrace:
@@ -89,7 +89,7 @@ def trace_layers(
 
 
 def forward_outputs(
-    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, temperature: float
+    model: MegatronActor | MegatronCritic, block: TokenBlock, batch: ReplicaBatch, temperature: float
 ) -> dict[int, NDArray]:
     """Return row -> log-probabilities (actor) or values (critic).
 
@@ -106,11 +106,11 @@ def forward_outputs(
 def _accumulate(
     model: MegatronModel,
     block: TokenBlock,
-    batch: RankBatch,
+    batch: ReplicaBatch,
     loss: Loss | ValueLossFunction | ScoreLoss,
     temperature: float,
 ) -> float:
-    """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
+    """Accumulate the gradients, summed over all replicas, on every replica. Return this rank's part of the loss.
 
     Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
@@ -151,8 +151,8 @@ class ActivationHooks:
         self._is_duplicate = not sequence_parallel and groups.tp_group().rank() > 0
         self._hooks: list[Any] = []
         self._sketches: list[ActivationSketch] = []
-        # [local L] for each of this rank's tokens, its index in the block; -1: padding. `local L` is L / tp with
-        # `sequence_parallel`, otherwise L
+        # [local L]: index in the block of each token of this rank; -1: padding. `local L` is L / tp with
+        # `sequence_parallel`, otherwise L. L: number of tokens of the micro-batch on this context-parallel rank
         self._tokens = np.empty(0, np.int64)
 
     def __enter__(self) -> "ActivationHooks":

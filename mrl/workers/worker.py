@@ -23,8 +23,8 @@ from mrl.core.types import (
     Column,
     ColumnPart,
     Handle,
-    RankBatch,
     RankColumns,
+    ReplicaBatch,
     SupervisedRows,
     SyncReport,
     TeacherOutputs,
@@ -93,7 +93,7 @@ def must_be_loaded_first(method: Callable) -> bool:
 class TrainWorker:
     """Ray actor of one trainer rank. WorkerGroup calls most methods on all ranks at once, and some only on rank 0.
 
-    `rank_batches` has one batch for each data-parallel replica. Each rank takes the batch of its own replica.
+    `replica_batches` has one batch for each data-parallel replica. Each rank takes the batch of its own replica.
     """
 
     def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
@@ -169,7 +169,7 @@ class TrainWorker:
     # What the rank records.
 
     def begin_step(self, step: int, timeline: bool, profile: bool, profile_memory: bool) -> None:
-        """Begin to record training step `step`: its spans, and a profile of the whole step. The first step is 1.
+        """Begin training step `step`; the first step is 1. `timeline`: whether to record spans; `profile`: whether to profile it.
 
         `profile_memory`: whether the profile also records the allocation of memory. Errors of the profiler are only logged.
         """
@@ -213,30 +213,30 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_columns(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, names: Sequence[str]
+        self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], temperature: float, names: Sequence[str]
     ) -> RankColumns:
-        """Compute columns of this replica's rows in one forward pass. `names`: outputs of MegatronActor.head."""
+        """Compute columns of this replica's rows in one forward pass. `names`: their names, see MegatronActor.head."""
         with track_activity("computing log-probabilities"), span("log-probabilities"):
-            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            batch, start = self._own_batch(replica_batches), time.perf_counter()
             return self._put_columns(self.model.compute_columns(block, batch, temperature, names), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_reference_logprobs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
+        self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], temperature: float
     ) -> RankColumns:
         """Compute the column ref_logprobs of this replica's rows: log-probabilities under the weights of the reference."""
         with track_activity("computing reference log-probabilities"), span("reference log-probabilities"):
-            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            batch, start = self._own_batch(replica_batches), time.perf_counter()
             columns = self.model.compute_reference_logprobs(block, batch, temperature)
             return self._put_columns(dict(ref_logprobs=columns), batch, start)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_teacher_outputs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float, top_k: int | None
+        self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], temperature: float, top_k: int | None
     ) -> RankColumns:
         """Compute the outputs of this teacher that distillation reads, for this replica's rows."""
         with track_activity("computing teacher outputs"), span("teacher outputs"):
-            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            batch, start = self._own_batch(replica_batches), time.perf_counter()
             outputs = self.model.compute_teacher_outputs(block, batch, temperature, top_k)
             parts = []
             if self.model.returns_columns:
@@ -250,27 +250,27 @@ class TrainWorker:
             self.model.load_teacher_weights(folders)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> RankColumns:
+    def compute_values(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch]) -> RankColumns:
         """Compute the column `values` of this replica's rows."""
         with track_activity("computing values"), span("values"):
-            batch, start = self._own_batch(rank_batches), time.perf_counter()
+            batch, start = self._own_batch(replica_batches), time.perf_counter()
             return self._put_columns(dict(values=self.model.compute_values(block, batch)), batch, start)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def update(
         self,
         block: TokenBlock,
-        rank_batches: Sequence[Sequence[RankBatch]],
+        replica_batches: Sequence[Sequence[ReplicaBatch]],
         columns: Mapping[str, Column] | None = None,
         teachers: Mapping[str, Sequence[TeacherPart]] | None = None,
         **options: Any,
     ) -> list[UpdateReport]:
         """Run one optimizer step for each mini-batch, on this replica's rows.
 
-        `rank_batches[r][m]`: the rows of replica r in mini-batch m. `teachers`: teacher -> locations of its outputs. `options`
+        `replica_batches[r][m]`: the rows of replica r in mini-batch m. `teachers`: teacher -> locations of its outputs. `options`
         are further arguments of the model's own `update`.
         """
-        batches = self._own_batch(rank_batches)
+        batches = self._own_batch(replica_batches)
         block = block.with_columns(**columns or {})
         if teachers:
             with track_activity("fetching teacher outputs"), span("fetch teacher outputs"):
@@ -279,7 +279,7 @@ class TrainWorker:
             return self.model.update(block, batches, **options)
 
     def _with_teachers(
-        self, block: TokenBlock, teachers: Mapping[str, Sequence[TeacherPart]], batches: Sequence[RankBatch]
+        self, block: TokenBlock, teachers: Mapping[str, Sequence[TeacherPart]], batches: Sequence[ReplicaBatch]
     ) -> TokenBlock:
         """Return the block with the teachers' outputs for the rows of `batches`.
 
@@ -298,10 +298,10 @@ class TrainWorker:
         return replace(block, teachers=by_teacher)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
-    def evaluate(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> UpdateReport:
+    def evaluate(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], **options: Any) -> UpdateReport:
         """Compute the loss of this replica's rows without gradients. `options`: arguments of the model's `evaluate`."""
         with track_activity("evaluating held-out rows"), span("evaluation"):
-            return self.model.evaluate(block, self._own_batch(rank_batches), **options)
+            return self.model.evaluate(block, self._own_batch(replica_batches), **options)
 
     # Parity checks and step dumps.
 
@@ -309,7 +309,7 @@ class TrainWorker:
     def trace_step(
         self,
         block: TokenBlock,
-        rank_batches: Sequence[RankBatch],
+        replica_batches: Sequence[ReplicaBatch],
         loss: Loss | ValueLossFunction,  # actor: Loss; critic: ValueLossFunction
         lr: float,
         temperature: float,
@@ -318,13 +318,13 @@ class TrainWorker:
         """Trace one optimizer step for a parity check, and store its tensors in `folder`."""
         from mrl.workers.parity_trace import trace_step
 
-        return trace_step(self.model, block, self._own_batch(rank_batches), loss, lr, temperature).store(folder)
+        return trace_step(self.model, block, self._own_batch(replica_batches), loss, lr, temperature).store(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def trace_layers(
         self,
         block: TokenBlock,
-        rank_batches: Sequence[RankBatch],
+        replica_batches: Sequence[ReplicaBatch],
         loss: Loss | ValueLossFunction,
         temperature: float,
         folder: str,
@@ -332,22 +332,22 @@ class TrainWorker:
         """Trace a step up to its gradients, layer by layer, and store its tensors in `folder`."""
         from mrl.workers.parity_trace import trace_layers
 
-        return trace_layers(self.model, block, self._own_batch(rank_batches), loss, temperature).store(folder)
+        return trace_layers(self.model, block, self._own_batch(replica_batches), loss, temperature).store(folder)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def forward_outputs(
-        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
+        self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], temperature: float
     ) -> dict[int, Any]:
         """Return row -> log-probabilities (actor) or values (critic); {} on all ranks of a replica except one."""
         from mrl.workers.parity_trace import forward_outputs
 
-        return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)
+        return forward_outputs(self.model, block, self._own_batch(replica_batches), temperature)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def trace_forward(
-        self, block: TokenBlock, batches: Sequence[RankBatch], temperature: float, routing: Mapping[str, Any], path: str
+        self, block: TokenBlock, batches: list[ReplicaBatch], temperature: float, routing: Mapping[str, Any], path: str
     ) -> tuple[Any, dict[int, Any]]:
-        """Store the tensors of a forward pass in the file `path`. Returns (trace point -> tensor, log-probabilities)."""
+        """Store the tensors of a forward pass in the file `path`. Returns (reader of the file, log-probabilities)."""
         from mrl.workers.forward_trace import store_arrays, trace_forward  # explains trace points and `routing`
 
         trace, outputs = trace_forward(self.model, block, self._own_batch(batches), temperature, routing)
@@ -489,11 +489,11 @@ class TrainWorker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _own_batch[T](self, rank_batches: Sequence[T]) -> T:
+    def _own_batch[T](self, replica_batches: Sequence[T]) -> T:
         """Return the batch of this rank's replica."""
-        return rank_batches[self.dims.coords(self.rank).dp]
+        return replica_batches[self.dims.coords(self.rank).dp]
 
-    def _put_columns(self, columns: Mapping[str, list[Any]], batch: RankBatch, start: float) -> RankColumns:
+    def _put_columns(self, columns: Mapping[str, list[Any]], batch: ReplicaBatch, start: float) -> RankColumns:
         """Put columns into Ray's object store. `columns`: name -> values of each micro-batch. `start`: when the pass began."""
         parts = {name: self.model.column_part(values, batch) for name, values in columns.items()}
         handles = {name: ray.put(part) for name, part in parts.items() if part}

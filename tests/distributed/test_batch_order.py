@@ -35,7 +35,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         batch = TrainBatch.of(block, groups)
         step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)))
         actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
-        trace = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
+        trace = trace_step(actor, block, step.replica_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
             {int(order[row]): column for row, column in columns.items()}
             for columns in (trace.outputs, trace.outputs_after_step)

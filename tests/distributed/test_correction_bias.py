@@ -28,7 +28,7 @@ def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool
     else:
         block, groups = groups_of_responses()
         batch = TrainBatch.of(block, groups)
-        share = partition_step(batch, dims, Packing(60)).rank_batches[dims.coords(rank).dp]
+        share = partition_step(batch, dims, Packing(60)).replica_batches[dims.coords(rank).dp]
         actor.update(block, [share], PPOClip(), [1e-4])
         actor.save(folder)
     return before, biases(actor)

@@ -58,7 +58,7 @@ def teacher_outputs(rank: int, path, dims: ParallelDims, block: TokenBlock, grou
     for teacher in TEACHERS:
         actor = MegatronActor(ModelSpec(str(path / teacher), dims, "float32", None, {}, logprob_chunk=7))
         step = replace(TrainBatch.of(block, groups), rows=taught_rows(teacher, groups))
-        batch = partition_step(step, dims, Packing(60)).rank_batches[dims.coords(rank).dp]
+        batch = partition_step(step, dims, Packing(60)).replica_batches[dims.coords(rank).dp]
         outputs = actor.compute_teacher_outputs(block, batch, TEMPERATURE, top_k)
         by_row: dict = {}
         for rows, each in zip(batch.micro_batches, outputs if actor.returns_columns else [], strict=False):
@@ -115,7 +115,7 @@ def traces(rank: int, path, dims: ParallelDims, blocks: dict, groups, packing: P
         if name != "top_k":
             actor.load_teacher_weights({teacher: str(path / teacher) for teacher in TEACHERS})
         step = TrainBatch.of(blocks[name], groups)
-        batch = partition_step(step, dims, packing, TokenWeighting(sequence_mean)).rank_batches[dims.coords(rank).dp]
+        batch = partition_step(step, dims, packing, TokenWeighting(sequence_mean)).replica_batches[dims.coords(rank).dp]
         found[name] = trace_step(actor, blocks[name], batch, loss, 1e-4, TEMPERATURE)
     return found
 

@@ -76,7 +76,7 @@ def logprobs(rank: int, path, block: TokenBlock) -> ColumnPart:
     """Return the log-probabilities that a single process computes."""
     from mrl.workers.actor_critic import MegatronActor
 
-    (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False)).rank_batches
+    (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False)).replica_batches
     actor = MegatronActor(spec_of(path, ONE))
     part = actor.column_part(actor.compute_logprobs(block, batch), batch)
     assert part is not None
@@ -91,7 +91,7 @@ def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing:
     results = {}
     for name, (block, groups, objective, weighting) in steps.items():
         actor = MegatronActor(spec_of(path, dims, packing.share_prompts))
-        batch = partition_step(TrainBatch.of(block, groups), dims, packing, weighting).rank_batches[
+        batch = partition_step(TrainBatch.of(block, groups), dims, packing, weighting).replica_batches[
             dims.coords(rank).dp
         ]
         results[name] = trace_step(actor, block, batch, objective, 1e-4, 1.0)

@@ -98,7 +98,7 @@ def waits_of_an_update(rank: int, folder, critic: bool, overrides: dict, share_p
     loss = partial(value_loss, loss=ValueLoss()) if critic else partial(policy_loss, loss=PPOClip())
     block, groups = groups_of_responses()
     packing = Packing(60, share_prompts)
-    (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing).rank_batches
+    (batch,) = partition_step(TrainBatch.of(block, groups), ParallelDims(), packing).replica_batches
     assert len(batch.micro_batches) > 1
     passes: list[MoELayer] = []
     for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
@@ -282,7 +282,7 @@ def permutations_of_packs(rank: int, folder) -> tuple[list[bool], list[bool]]:
     spec = ModelSpec(str(folder), ParallelDims(), "bfloat16", None, {})
 
     def permuted() -> list[bool]:
-        micro_batches = MegatronActor(spec).micro_batches(block, step.rank_batches[0])
+        micro_batches = MegatronActor(spec).micro_batches(block, step.replica_batches[0])
         return [micro.packed.query_index is not None for micro in micro_batches]
 
     on_cpu = permuted()

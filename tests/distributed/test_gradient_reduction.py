@@ -10,7 +10,7 @@ from test_layouts import ragged_block, share_of
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, ValueLoss
-from mrl.core.types import RankBatch
+from mrl.core.types import ReplicaBatch
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -41,7 +41,7 @@ def batches_of(dims: ParallelDims, rank: int, idle: bool) -> tuple:
     return block, [empty if dims.coords(rank).dp == replica else share for replica in idle_replicas]
 
 
-def train(model, kind: str, block, batches: list[RankBatch]) -> list[float]:
+def train(model, kind: str, block, batches: list[ReplicaBatch]) -> list[float]:
     """Run an optimizer step for each batch; return the norms of the gradients."""
     loss = ValueLoss() if kind == "critic" else CrossEntropy()
     reports = model.update(block, batches, loss, LRS[: len(batches)])

@@ -28,7 +28,7 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
 
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
-    share = partition_step(TrainBatch.of(block, numbers), dims, packing).rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, packing).replica_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, dtype, OptimConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
@@ -137,7 +137,7 @@ def replayed_experts(
     from mrl.workers.forward_trace import trace_forward, trainer_weights
 
     block, numbers = groups_of_responses()
-    batch = partition_step(TrainBatch.of(block, numbers), ONE, Packing(60, share_prompts=False)).rank_batches[0]
+    batch = partition_step(TrainBatch.of(block, numbers), ONE, Packing(60, share_prompts=False)).replica_batches[0]
     assert len(batch.micro_batches) > 1
     actor = MegatronActor(ModelSpec(str(path), ONE, "float32", None, {}))
     own, _ = trace_forward(actor, block, batch, 1.0)
@@ -173,7 +173,7 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).replica_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank only; all ranks must stop
@@ -199,7 +199,7 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
     from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60)).replica_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)

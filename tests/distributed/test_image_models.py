@@ -34,7 +34,7 @@ def share_of(rank: int, dims: ParallelDims, shared: bool, max_tokens: int = 70):
     block, groups = block_with_images()
     batch = TrainBatch.of(block, groups if shared else None)
     step = partition_step(batch, dims, Packing(max_tokens), TokenWeighting(sequence_mean))
-    return block, step.rank_batches[dims.coords(rank).dp]
+    return block, step.replica_batches[dims.coords(rank).dp]
 
 
 def logprobs_of_transformers(model, block: TokenBlock) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from tiny_families import SIZES
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.algorithms.objective import TokenWeighting, sequence_mean
-from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble_column
+from mrl.core.types import ReplicaBatch, TokenBlock, TrainBatch, assemble_column
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -28,9 +28,9 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     return block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
 
 
-def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> RankBatch:
+def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> ReplicaBatch:
     step = partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), TokenWeighting(sequence_mean))
-    return step.rank_batches[dims.coords(rank).dp]
+    return step.replica_batches[dims.coords(rank).dp]
 
 
 def make_actor(path, dims: ParallelDims, **settings):
@@ -197,7 +197,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
     everything = partition_step(TrainBatch.of(block, groups), dims, Packing(60))
-    own = everything.rank_batches[dims.coords(rank).dp]
+    own = everything.replica_batches[dims.coords(rank).dp]
     part = actor.column_part(actor.compute_logprobs(block, own), own)
     parts: list = [None] * dims.world_size
     torch.distributed.all_gather_object(parts, part)
@@ -206,7 +206,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
         old_logprobs=old, advantages=5 * block.columns["advantages"]
     )
     plans = [partition_step(part, dims, Packing(60)) for part in split_mini_batches(TrainBatch.of(block, groups), 2)]
-    shares = [plan.rank_batches[dims.coords(rank).dp] for plan in plans]
+    shares = [plan.replica_batches[dims.coords(rank).dp] for plan in plans]
     reports = actor.update(block, shares, PPOClip(0.01, 0.01), [3e-3, 1e-3])
     mismatches = [report.maxima["mismatch_abs"] for report in reports if "mismatch_abs" in report.maxima]
     return (
@@ -245,7 +245,7 @@ def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float
     """Return the fraction of tokens that a second step on the same rows clips."""
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
-    (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000)).rank_batches
+    (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000)).replica_batches
     if given:
         block = block.with_columns(old_logprobs=torch.cat(actor.compute_logprobs(block, share)).numpy())
     return actor.update(block, [share, share], PPOClip(0.01, 0.01), [3e-3, 1e-3])[1].sums["loss/clip_fraction"]

@@ -123,7 +123,7 @@ def batches(dims: ParallelDims):
     block, groups = groups_of_responses()
     weighting = TokenWeighting(AGGREGATIONS["token_mean"])
     step = partition_step(TrainBatch.of(block, groups), dims, Packing(60, True, CostModel(1.0, 0.01)), weighting)
-    return block, step.rank_batches
+    return block, step.replica_batches
 
 
 def trace(rank: int, spec: ModelSpec):

@@ -30,7 +30,7 @@ def batch_for(dims: ParallelDims, rank: int):
     block = ragged_block(40)
     block = block.with_columns(returns=block.columns["advantages"])
     step = partition_step(TrainBatch.of(block, None), dims, Packing(60))
-    return block, step.rank_batches[dims.coords(rank).dp]
+    return block, step.replica_batches[dims.coords(rank).dp]
 
 
 def built_objects(rank: int, path):
@@ -120,8 +120,8 @@ def columns_and_losses(rank: int, path, dims: ParallelDims, budgets: list[int]):
     for budget in budgets:
         block, groups = groups_of_responses()
         batch, packing = TrainBatch.of(block, groups), Packing(60, True, CostModel(1.0, 0.01), budget)
-        forward = partition_step(batch, dims, packing.for_forward_pass()).rank_batches[dims.coords(rank).dp]
-        update = partition_step(batch, dims, packing).rank_batches[dims.coords(rank).dp]
+        forward = partition_step(batch, dims, packing.for_forward_pass()).replica_batches[dims.coords(rank).dp]
+        update = partition_step(batch, dims, packing).replica_batches[dims.coords(rank).dp]
         actor, critic = make_model(path, dims), make_model(path, dims, critic=True)
         parts = [
             actor.column_part(actor.compute_logprobs(block, forward), forward),

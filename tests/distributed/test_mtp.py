@@ -36,7 +36,7 @@ def make_actor(folder, dims: ParallelDims, coef: float | None = COEF, clip_grad:
 
 
 def share_of(block: TokenBlock, dims: ParallelDims, rank: int):
-    return partition_step(TrainBatch.of(block, None), dims, Packing(40, False)).rank_batches[dims.coords(rank).dp]
+    return partition_step(TrainBatch.of(block, None), dims, Packing(40, False)).replica_batches[dims.coords(rank).dp]
 
 
 def gradients(rank: int, folder, dims: ParallelDims, coef: float | None = COEF, overrides=None):

@@ -49,7 +49,7 @@ def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTr
     from mrl.workers.parity_trace import trace_step
 
     block, groups = conversations()
-    share = partition_step(TrainBatch.of(block, groups), dims, packing).rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, groups), dims, packing).replica_batches[dims.coords(rank).dp]
     # Adam's first step divides each gradient by its magnitude: without eps, round-off would become a full step.
     spec = ModelSpec(
         str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts

@@ -26,7 +26,7 @@ def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     step = partition_step(batch, dims, Packing(60, True, CostModel(1.0, 0.01)))
     actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4), {}, family=family))
     actor.export_hf(exported, {})
-    (report,) = actor.update(block, [step.rank_batches[dims.coords(rank).dp]], PPOClip(), [1e-4])
+    (report,) = actor.update(block, [step.replica_batches[dims.coords(rank).dp]], PPOClip(), [1e-4])
     return report.maxima["optim/grad_norm"]
 
 

@@ -56,7 +56,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
     weighting = TokenWeighting(AGGREGATIONS[options.get("aggregation", "token_mean")])
     step = partition_step(batch, options.get("packs_of", dims), packing, weighting)
-    share = merge_rank_batches(step) if "packs_of" in options else step.rank_batches[dims.coords(rank).dp]
+    share = merge_rank_batches(step) if "packs_of" in options else step.replica_batches[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
         dims,

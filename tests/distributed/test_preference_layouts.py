@@ -84,7 +84,7 @@ def traces(rank: int, path, dims: ParallelDims, packing: Packing, losses: dict, 
     found = {}
     for name, loss in losses.items():
         block = pairs(num, for_reward_model=loss in SCORE_LOSSES.values())
-        batch = partition_step(batch_of(block), dims, packing, TokenWeighting(sequence_mean)).rank_batches[
+        batch = partition_step(batch_of(block), dims, packing, TokenWeighting(sequence_mean)).replica_batches[
             dims.coords(rank).dp
         ]
         model = make_model(path, dims, loss, packing.share_prompts)
@@ -158,7 +158,7 @@ def evaluated(rank: int, path, dims: ParallelDims) -> dict[str, float]:
     found = {}
     for name, loss in (LOSSES | SCORE_LOSSES).items():
         block = pairs(for_reward_model=loss in SCORE_LOSSES.values())
-        batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
+        batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).replica_batches[
             dims.coords(rank).dp
         ]
         sums = make_model(path, dims, loss).evaluate(block, batch, loss).sums
@@ -218,7 +218,7 @@ def trained_and_exported(rank: int, path, dims: ParallelDims, output) -> tuple[S
     from mrl.workers.parity_trace import forward_outputs, trace_step
 
     block, loss = pairs(for_reward_model=True), SCORE_LOSSES["bradley terry"]
-    batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).rank_batches[
+    batch = partition_step(batch_of(block), dims, PACKED, TokenWeighting(sequence_mean)).replica_batches[
         dims.coords(rank).dp
     ]
     model = make_model(path, dims, loss)

@@ -134,7 +134,7 @@ def trainer_traces(
     from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.forward_trace import trace_forward, trainer_weights
 
-    batch = partition_step(TrainBatch.of(block, None), ONE, Packing(30, share_prompts=False)).rank_batches[0]
+    batch = partition_step(TrainBatch.of(block, None), ONE, Packing(30, share_prompts=False)).replica_batches[0]
     assert len(batch.micro_batches) > 1, "the trace points of several micro-batches are joined"
     results = []
     for folder, fault in jobs:

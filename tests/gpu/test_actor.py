@@ -26,7 +26,7 @@ def logprobs_and_losses(rank: int, path: str, dims: ParallelDims):
     actor = MegatronActor(ModelSpec(path, dims, "float32", OptimConfig(lr=1e-3), {}))
     block = block_of_six()
     step = partition_step(TrainBatch.of(block, None), dims, Packing(30))
-    batch = step.rank_batches[dims.coords(rank).dp]
+    batch = step.replica_batches[dims.coords(rank).dp]
     rows, columns = batch.micro_batches, actor.compute_logprobs(block, batch)
     logprobs = {}
     for indices, column in zip(rows[: len(columns)], columns, strict=True):
@@ -69,7 +69,7 @@ def norms_and_weights(rank: int, path: str, dims: ParallelDims):
 
     block, found = block_of_six(), []
     step = partition_step(TrainBatch.of(block, None), dims, Packing(30))
-    batch = step.rank_batches[dims.coords(rank).dp]
+    batch = step.replica_batches[dims.coords(rank).dp]
     idle = replace(batch, micro_batches=()) if dims.coords(rank).dp == dims.dp - 1 else batch
     for overlap in (False, True):
         spec = ModelSpec(

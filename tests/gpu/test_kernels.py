@@ -99,7 +99,7 @@ def step_with_few_and_many_micro_batches(rank: int, folder: str, kind: str, dtyp
             spec = ModelSpec(f"{folder}/{kind}", dims, dtype, optimizer, {}, share_prompts=share)
             step = partition_step(batch, dims, Packing(tokens, share))
             loss = ValueLoss() if model is MegatronCritic else PPOClip()
-            traces.append(trace_step(model(spec), block, step.rank_batches[dims.coords(rank).dp], loss, 1e-4, 0.7))
+            traces.append(trace_step(model(spec), block, step.replica_batches[dims.coords(rank).dp], loss, 1e-4, 0.7))
     return traces
 
 

@@ -37,7 +37,7 @@ def offload_and_load_trainer(rank: int, path: str, dims: ParallelDims) -> None:
     prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
     block = TokenBlock.from_lists(prompts, [rng.integers(0, 40, 2 + i).tolist() for i in range(6)])
     step = partition_step(TrainBatch.of(block, None), dims, Packing(30))
-    batch = step.rank_batches[dims.coords(rank).dp]
+    batch = step.replica_batches[dims.coords(rank).dp]
 
     def train() -> None:
         actor.update(block, [batch], CrossEntropy(), [1e-3])

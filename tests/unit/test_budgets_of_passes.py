@@ -93,9 +93,9 @@ class RecordingGroup(WorkerGroup):
         raise InterruptedError
 
 
-def largest_pack(rank_batches, of: TrainBatch) -> int:
+def largest_pack(replica_batches, of: TrainBatch) -> int:
     lengths = of.prompt_lengths + of.response_lengths
-    return max(int(lengths[rows].sum()) for batch in rank_batches for rows in batch.micro_batches)
+    return max(int(lengths[rows].sum()) for batch in replica_batches for rows in batch.micro_batches)
 
 
 def test_only_passes_without_gradients_have_the_larger_budget(monkeypatch):
@@ -111,9 +111,9 @@ def test_only_passes_without_gradients_have_the_larger_budget(monkeypatch):
             call()
     *forward, (name, update) = group.sent
     assert name == "update" and largest_pack([batches[0] for batches in update], batch()) <= 60
-    for name, rank_batches in forward:
-        assert 60 < largest_pack(rank_batches, batch()) <= 400, name
-    same = partition_step(batch(), group.dims, Packing(60, share_prompts=False)).rank_batches
+    for name, replica_batches in forward:
+        assert 60 < largest_pack(replica_batches, batch()) <= 400, name
+    same = partition_step(batch(), group.dims, Packing(60, share_prompts=False)).replica_batches
     for ours, theirs in zip(update, same, strict=True):
         pairs = zip(ours[0].micro_batches, theirs.micro_batches, strict=True)
         assert all(np.array_equal(one, other) for one, other in pairs), "the update does not depend on the other budget"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting
-from mrl.core.types import RankBatch, TrainBatch
+from mrl.core.types import ReplicaBatch, TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import (
     Packing,
@@ -36,8 +36,8 @@ class Case:
     dims: ParallelDims
     packing: Packing
 
-    def rank_batches(self, aggregation: str, batch: TrainBatch | None = None) -> list[RankBatch]:
-        return self.partition(aggregation, batch).rank_batches
+    def replica_batches(self, aggregation: str, batch: TrainBatch | None = None) -> list[ReplicaBatch]:
+        return self.partition(aggregation, batch).replica_batches
 
     def partition(self, aggregation: str, batch: TrainBatch | None = None) -> StepPartition:
         weighting = TokenWeighting(AGGREGATIONS[aggregation], MAX_RESPONSE_TOKENS)
@@ -95,7 +95,7 @@ def formula(case: Case, denominator_rows: NDArray[np.int64], aggregation: str) -
     return float(np.mean([case.values[row].mean() for row in denominator_rows]))
 
 
-def weighted_sum(case: Case, batches: list[RankBatch]) -> float:
+def weighted_sum(case: Case, batches: list[ReplicaBatch]) -> float:
     return float(
         sum(
             (batch.weights[row] * case.values[row]).sum()
@@ -106,14 +106,14 @@ def weighted_sum(case: Case, batches: list[RankBatch]) -> float:
     )
 
 
-def trained_rows(batches: list[RankBatch]) -> list[int]:
+def trained_rows(batches: list[ReplicaBatch]) -> list[int]:
     return sorted(row for batch in batches for rows in batch.micro_batches for row in rows.tolist())
 
 
 @many
 @given(cases(), aggregations)
 def test_each_trained_row_is_in_one_micro_batch_of_one_replica(case, aggregation):
-    batches = case.rank_batches(aggregation)
+    batches = case.replica_batches(aggregation)
     assert len(batches) == case.dims.dp
     assert trained_rows(batches) == case.batch.rows.tolist()
 
@@ -122,7 +122,7 @@ def test_each_trained_row_is_in_one_micro_batch_of_one_replica(case, aggregation
 @many
 @given(cases(), aggregations)
 def test_the_batches_of_all_ranks_sum_to_the_loss_of_the_whole_batch(case, aggregation):
-    total = weighted_sum(case, case.rank_batches(aggregation))
+    total = weighted_sum(case, case.replica_batches(aggregation))
     assert total == pytest.approx(formula(case, case.batch.denominator_rows, aggregation), rel=1e-12, abs=1e-12)
 
 
@@ -136,7 +136,7 @@ def test_each_mini_batch_has_its_own_loss(case, aggregation, count):
         sorted(row for part in parts for row in part.denominator_rows.tolist()) == case.batch.denominator_rows.tolist()
     )
     for part in parts:
-        batches = case.rank_batches(aggregation, part)
+        batches = case.replica_batches(aggregation, part)
         assert trained_rows(batches) == part.rows.tolist() and set(part.rows) <= set(part.denominator_rows)
         expected = formula(case, part.denominator_rows, aggregation)
         assert weighted_sum(case, batches) == pytest.approx(expected, rel=1e-12, abs=1e-12)
@@ -156,8 +156,8 @@ def test_mini_batches_hold_whole_groups_and_differ_by_at_most_one_group(case, co
 @many
 @given(cases(), aggregations)
 def test_the_loss_is_normalized_over_skipped_rows_too(case, aggregation):
-    weights = case.rank_batches(aggregation)[0].weights
-    assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
+    weights = case.replica_batches(aggregation)[0].weights
+    assert all(np.array_equal(batch.weights, weights) for batch in case.replica_batches(aggregation))
     lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
     mean = lengths[denominator_rows].mean()
     # Over all `denominator_rows`, the token weights sum to 1, except for three aggregations.
@@ -184,7 +184,7 @@ def test_an_aggregation_of_the_user_gets_the_groups_of_the_mini_batch(case):
         counted = part.denominator_rows
         members = [counted[groups[counted] == group] for group in np.unique(groups[counted])]
         expected = np.mean([np.concatenate([case.values[row] for row in rows]).mean() for rows in members])
-        batches = partition_step(part, case.dims, case.packing, weighting).rank_batches
+        batches = partition_step(part, case.dims, case.packing, weighting).replica_batches
         assert weighted_sum(case, batches) == pytest.approx(expected, rel=1e-12, abs=1e-12)
         in_ledger = step_weights(part, weighting)
         np.testing.assert_array_equal(in_ledger[part.rows], batches[0].weights[part.rows])
@@ -194,7 +194,7 @@ def test_an_aggregation_of_the_user_gets_the_groups_of_the_mini_batch(case):
 @many
 @given(cases(), aggregations)
 def test_replicas_have_equal_metrics_of_micro_batches_if_the_layout_needs_it(case, aggregation):
-    counts = [len(batch.micro_batches) for batch in case.rank_batches(aggregation)]
+    counts = [len(batch.micro_batches) for batch in case.replica_batches(aggregation)]
     assert len(set(counts)) == 1 or not case.dims.equal_micro_batch_counts
     assert all(count % case.dims.pp == 0 for count in counts) or case.dims.vpp == 1
 
@@ -205,7 +205,7 @@ def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_the
     step = case.partition(aggregation)
     prompts, responses = case.batch.prompt_lengths, case.batch.response_lengths
     computed = 0
-    for batch in step.rank_batches:
+    for batch in step.replica_batches:
         shared = case.packing.share_prompts and case.batch.groups is not None
         assert (batch.groups is not None) == shared
         for rows in batch.micro_batches:
@@ -219,8 +219,8 @@ def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_the
     metrics = step.metrics
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["batch/computed_tokens"] >= computed, "two parts of a group may end up in one micro-batch"
-    assert {batch.step_tokens for batch in step.rank_batches} == {max(1, int(metrics["batch/computed_tokens"]))}
-    assert metrics["batch/micro_batches"] == max(len(batch.micro_batches) for batch in step.rank_batches)
+    assert {batch.step_tokens for batch in step.replica_batches} == {max(1, int(metrics["batch/computed_tokens"]))}
+    assert metrics["batch/micro_batches"] == max(len(batch.micro_batches) for batch in step.replica_batches)
     assert metrics["batch/imbalance"] >= 1.0 and 0 <= metrics["batch/skipped_tokens_fraction"] <= 1
 
 
@@ -269,7 +269,7 @@ def test_a_row_that_counts_twice_has_the_weight_of_two_rows():
     }
     for aggregation, weights in expected.items():
         step = partition_step(batch, ParallelDims(dp=2), packing, TokenWeighting(AGGREGATIONS[aggregation], 20))
-        np.testing.assert_allclose(step.rank_batches[0].weights, weights, rtol=1e-12)
+        np.testing.assert_allclose(step.replica_batches[0].weights, weights, rtol=1e-12)
     assert step.metrics["batch/skipped_tokens_fraction"] == 0.0, "rows that count twice are computed once"
     parts = split_mini_batches(batch, 2)
     assert [part.denominator_rows.tolist() for part in parts] == [[0, 1, 1], [3]]
@@ -282,14 +282,14 @@ def test_a_row_that_is_trained_twice_has_the_weight_of_two_rows_in_total():
     expected = {"token_mean": 1 / (2 + 3 + 3 + 1), "sequence_mean": np.array([1 / 2, 1 / 3, 1 / 3, 1]) / 4}
     for aggregation, weights in expected.items():
         step = partition_step(batch, ParallelDims(dp=2), Packing(100, True), TokenWeighting(AGGREGATIONS[aggregation]))
-        assert trained_rows(step.rank_batches) == rows.tolist()
-        np.testing.assert_allclose(step.rank_batches[0].weights[rows], weights, rtol=1e-12)
+        assert trained_rows(step.replica_batches) == rows.tolist()
+        np.testing.assert_allclose(step.replica_batches[0].weights[rows], weights, rtol=1e-12)
 
 
 def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():
     batch = small_batch([0, 1, 2, 3])
     step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)))
     merged = merge_rank_batches(step)
-    expected = [rows.tolist() for one in step.rank_batches for rows in one.micro_batches]
+    expected = [rows.tolist() for one in step.replica_batches for rows in one.micro_batches]
     assert [rows.tolist() for rows in merged.micro_batches] == expected and len(expected) > 1
-    assert merged.weights is step.rank_batches[0].weights
+    assert merged.weights is step.replica_batches[0].weights

@@ -25,7 +25,7 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
     [
         ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("seed_oss", {}, "SGLang 0.5.23 does not implement SeedOssForCausalLM"),
-        ("gemma3", dict(tie_word_embeddings=False), "has an output layer of its own, which SGLang silently ignores"),
+        ("gemma3", dict(tie_word_embeddings=False), "has untied embeddings, which SGLang silently ignores"),
         (
             "gemma3",
             dict(rope_parameters=dict(GEMMA_ROPE, full_attention=YARN_ROPE)),
@@ -48,14 +48,14 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
         ("olmo3", {}, "SGLang 0.5.23 does not implement Olmo3ForCausalLM"),
         ("qwen3_5", {}, 'SGLang requires fields that transformers omits; add "full_attention_interval": 4'),
         ("qwen3_5", dict(full_attention_interval=3), ", layer_types that differ from full_attention_interval, which"),
-        ("qwen3_5", dict(full_attention_interval=2), "has a rotary embedding other than rope_theta and partial"),
+        ("qwen3_5", dict(full_attention_interval=2), "has a rotary embedding that differs from rope_theta and partial"),
         ("qwen3_5_biased", dict(full_attention_interval=2), "has a rotary embedding .*, proj_bias, qkv_bias, which"),
         ("qwen3_next", dict(full_attention_interval=2, mlp_only_layers=[0]), "layers without experts, which SGLang"),
         ("nemotron_h", {}, 'names for the values of layers_block_type; write "attention" in place of "full_attention"'),
         (
             "nemotron_h",
             dict(layers_block_type=["mamba"]),
-            "has n_groups other than 8 without an equal field mamba_n_groups",
+            "has n_groups other than 8, and no field mamba_n_groups with the same value",
         ),
         (
             "phi3",

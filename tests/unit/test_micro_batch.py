@@ -18,7 +18,7 @@ from mrl.algorithms.corrections import ImportanceSampling  # noqa: E402
 from mrl.algorithms.losses import PPOClip  # noqa: E402
 from mrl.algorithms.objective import Objective  # noqa: E402
 from mrl.core import metrics  # noqa: E402
-from mrl.core.types import OFFLINE, RankBatch, TokenBlock  # noqa: E402
+from mrl.core.types import OFFLINE, ReplicaBatch, TokenBlock  # noqa: E402
 from mrl.workers.actor_critic import policy_loss  # noqa: E402
 from mrl.workers.micro_batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
@@ -70,7 +70,7 @@ def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, sha
     rows = np.array(random.sample(range(count), random.randint(1, count)))
     numbers = np.arange(count, dtype=np.float32).repeat(block.sampled_lengths)
     block = block.with_columns(advantages=numbers)
-    batch = RankBatch((rows,), np.arange(count) / 7, groups if shared else None)
+    batch = ReplicaBatch((rows,), np.arange(count) / 7, groups if shared else None)
     row_of = {token: row for row in range(count) for token in block.response(row).tolist()}
     expected = predecessors(block.select(rows))
     order = [token for row in rows for token in sampled_tokens(block, row)]
@@ -113,7 +113,7 @@ def test_each_mtp_layer_predicts_a_sampled_token_once_from_earlier_tokens_of_its
 ):
     block, groups = made
     rows = np.array(random.sample(range(len(groups)), random.randint(1, len(groups))))
-    batch = RankBatch((rows,), np.ones(len(groups)), None, sampled_tokens=5)
+    batch = ReplicaBatch((rows,), np.ones(len(groups)), None, sampled_tokens=5)
     whole = {row: [*block.prompt(row).tolist(), *block.response(row).tolist()] for row in rows}
     place = {token: (row, whole[row].index(token)) for row in rows for token in sampled_tokens(block, row)}
     predicted: list[list[int]] = [[] for _ in range(layers)]
@@ -137,7 +137,7 @@ def test_each_mtp_layer_predicts_a_sampled_token_once_from_earlier_tokens_of_its
 @given(blocks(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
 def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_multiple):
     block, groups = made
-    batch = RankBatch((np.empty(0, np.int64),), np.ones(len(groups)), groups)
+    batch = ReplicaBatch((np.empty(0, np.int64),), np.ones(len(groups)), groups)
     for rank in range(cp_size):
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, batch.micro_batches[0], batch, packer)

@@ -255,7 +255,7 @@ def test_both_responses_of_a_pair_are_neighbors_in_one_micro_batch(lengths, repe
     batch = TrainBatch(None, prompts, responses, responses, groups, rows, rows, whole_groups=True)
     packing = Packing(budget, share, CostModel(1.0, 0.1))
     partition = partition_step(batch, ParallelDims(**layout), packing, TokenWeighting(sequence_mean))
-    micros = [micro.reshape(-1, 2) for each in partition.rank_batches for micro in each.micro_batches]
+    micros = [micro.reshape(-1, 2) for each in partition.replica_batches for micro in each.micro_batches]
     found = np.concatenate(micros)
     assert (found[:, 0] % 2 == 0).all() and (found[:, 1] == found[:, 0] + 1).all()
     assert sorted(found.ravel()) == sorted(rows)
