@@ -98,9 +98,9 @@ class OptimConfig:
     )
     lr_decay_steps: int = config_field(
         0,
-        "Number of optimizer steps, including the warm-up, at the end of which the learning rate is lr_min, or lr / 10 with "
-        "linear_to_tenth. lr_schedule=constant ignores the key; every other schedule needs it. If a training step of your own "
-        "calls update() several times, the calls of a step count once.",
+        "Number of optimizer steps, including the warm-up, after which the learning rate is lr_min, or lr / 10 with "
+        "linear_to_tenth. lr_schedule=constant ignores the key; every other schedule needs it. In sft.optim, linear_to_tenth "
+        "uses sft.steps if the key is 0. If your own training step calls update() several times, these calls count as one.",
         "optimizer steps",
         least=0,
     )
@@ -176,7 +176,8 @@ class LoraConfig:
     )
     path: str | None = config_field(
         None,
-        "Folder of PEFT with the initial adapters. Default: random adapters that do not change the model's outputs.",
+        "Folder in the format of PEFT with the initial adapters. Default: random adapters that do not change the outputs of the "
+        "model.",
     )
 
     @property

@@ -25,7 +25,7 @@ USAGE = """usage: mrl bench gpu [--device cuda|cpu] [--size full|small|toy] [--s
 Measures one GPU with mrl's own code: first whether the programs of tests/gpu compute the right results, then speed and memory of
 matrix products, the log-probability head, attention, a training step, an update on a long response, offload and load, transfers
 and checksums. Needs no network, no model and no data. Needs torch 2.14, as all of mrl does: older versions lack functions that
-attention uses. Uses the other packages that are installed, and says in one line what it leaves out and why.
+attention uses. If another package is missing, such as flash-attn, one line says which measurements are skipped and why.
 
 Each section runs in a process of its own, which ends at its deadline. If a section fails, the next section still runs. The
 numbers are printed as a table and written to a JSON file.
@@ -41,7 +41,7 @@ numbers are printed as a table and written to a JSON file.
   --output     JSON file. Default: gpu_CARD_DATE.json in benchmarks/results of the checkout, or in the current folder if mrl is
                installed as a package.
 
-The exit status is 0 if every section ran or was left out, 1 if a section failed, and 2 for wrong arguments or if there is no GPU.
+The exit status is 0 if every section ran or was skipped, 1 if a section failed, and 2 for wrong arguments or if there is no GPU.
 """.replace("@sections@", ", ".join(section.name for section in SECTIONS))
 
 SCHEMA = 1  # version of the format of the JSON file

@@ -44,7 +44,8 @@ METRICS_START = """# Metrics
 This page is generated: `mrl config --metrics > docs/reference/metrics.md`. The metrics are declared in
 mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.jsonl` in the run directory, and all other metrics to
 `metrics.jsonl`. The run also sends all metrics to the trackers in `tracking.backends`. `mrl wandb-report` makes a
-workspace with the same sections. "Over steps" says how one number is made of several steps, for tables of runs.
+workspace in wandb with the same sections. The column "Over steps" says how the values of several steps become one number, for
+tables of runs.
 """
 # (name, meaning) of metrics whose names have a variable part <...>
 METRIC_FAMILIES = (
@@ -57,8 +58,8 @@ METRIC_FAMILIES = (
     ("eval/<set>/reward_greedy", "`eval/reward_greedy` for the set `<set>` of data.test_sets"),
     ("eval/<set>/accuracy_sampled", "`eval/accuracy_sampled` for the set `<set>` of data.test_sets"),
     ("eval/<set>/accuracy_greedy", "`eval/accuracy_greedy` for the set `<set>` of data.test_sets"),
-    ("eval/<set>/reward", "mean reward for the set `<set>`, which has a sampling of its own"),
-    ("eval/<set>/accuracy", "fraction of correct responses for the set `<set>`, which has a sampling of its own"),
+    ("eval/<set>/reward", "mean reward for a set `<set>` with sampling settings of its own"),
+    ("eval/<set>/accuracy", "fraction of correct responses for a set `<set>` with sampling settings of its own"),
     (
         "eval/<set>/pass_at_<k>",
         "probability that at least one of `k` responses to a prompt of the set `<set>` is correct",

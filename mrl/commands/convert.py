@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 HELP = """\
 usage: mrl convert to-megatron|to-hf|from-gguf|check KEY=VALUE ...
 
-Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. For models of any size,
-a conversion needs memory for a few copies of the largest tensor. To resume an interrupted conversion, run the same command again.
+Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. Whatever the size of the model, a
+conversion needs memory for a few copies of its largest tensor. To resume an interrupted conversion, run the same command again.
 
   to-megatron  converts a Hugging Face folder to a Megatron checkpoint (weights only). Any parallel layout can load it.
   to-hf        converts a Megatron checkpoint of any parallel layout to a Hugging Face folder.

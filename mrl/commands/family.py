@@ -27,8 +27,9 @@ It shrinks the config, builds a random model, and finds by experiments what each
 compares Megatron's model with transformers on the tiny model and on its variants: every tensor byte for byte after a conversion
 to Megatron and back, the logits, and the gradient of every tensor.
 
-One line names each operator and each config field that the command does not know. The exit status is 0 if the family is proven,
-1 if it is not, and 2 for a wrong argument, an unreadable model or an existing FILE. Only a proven family is written to FILE.
+For each operator or config field that the command does not know, it prints a line with the name. The exit status is 0 if the
+family is proven, 1 if it is not, and 2 for a wrong argument, an unreadable model or an existing FILE. Without --draft, only a
+proven family is written to FILE.
 
   --output FILE  file for the family. Default: ./ARCHITECTURE.py, such as ./llama.py for LlamaForCausalLM.
   --draft        writes the file also if the family is not proven. The first lines of the file name what is missing.

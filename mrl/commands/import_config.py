@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--overrides",
         action="store_true",
-        help="print only the overrides, one a line: mrl import verl run.sh --overrides | xargs -d '\\n' mrl train",
+        help="print only the overrides, one per line: mrl import verl run.sh --overrides | xargs -d '\\n' mrl train",
     )
     return top
 

@@ -28,11 +28,11 @@ from parallel.durable_files import atomic_file
 USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
-Simulates a run with other staleness, with other divisions of its GPUs, and with over-sampling (docs/concepts/asynchrony.md).
-One of three keys gives the lengths of the responses: run.dir (the run directory of a synchronous run), lengths (a file), or
-median (a log-normal distribution). Each line of the file has the lengths of one group in tokens, such as [120, 80]. Speeds are
-fitted to the run in run.dir. Every speed can also be set by its key. If decode_step_ms, decode_request_ms and prefill_ms are all
-set, nothing is fitted, and every speed without a key has a default value.
+Simulates scenarios of a run: other limits of staleness, other divisions of its GPUs, and over-sampling
+(docs/concepts/asynchrony.md). One of three keys gives the lengths of the responses: run.dir (the run directory of a synchronous
+run), lengths (a file), or median (a log-normal distribution). Each line of the file has the lengths of one group in tokens, such
+as [120, 80]. Speeds are fitted to the run in run.dir. Every speed can also be set by its key. If decode_step_ms,
+decode_request_ms and prefill_ms are all set, nothing is fitted, and every speed without a key has a default value.
 
   mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 decode_step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
@@ -45,9 +45,9 @@ set, nothing is fitted, and every speed without a key has a default value.
   staleness, over_sample_rate, colocated  settings of the first scenario. With colocated=true, engines and trainers share GPUs.
   median, sigma, longest                  log-normal response lengths: median, sigma, and largest length (tokens)
   prompt_tokens                           length of the prompts (tokens)
-  decode_step_ms, decode_request_ms       a decoding step takes decode_step_ms + decode_request_ms for each running request
+  decode_step_ms, decode_request_ms       a decoding step takes decode_step_ms, plus decode_request_ms for each running request
   prefill_ms                              time for the prefill of one token
-  train_s, train_token_us                 training on a step takes train_s + train_token_us for each token
+  train_s, train_token_us                 training on a step takes train_s, plus train_token_us for each token
   push_s                                  time for one push of the weights to the engines
 """
 

@@ -32,7 +32,7 @@ the first such value. It changes no weights and starts no engine.
   parallel.KEY=N   layout to examine: tp, sp, pp, vpp, cp, dp, ep, etp. Default: the layout of the run.
   against          the parallel keys after this word give the layout to compare with. Default: one process.
 
-  model.dtype=float32   computes in float32, although the run computed in bfloat16. Then no difference comes from rounding.
+  model.dtype=float32   computes in float32, also if the run used bfloat16. Then no difference comes from rounding to bfloat16.
   weights=FOLDER        Hugging Face folder whose weights replace the weights of the dump
   output=FOLDER         folder for replay.json, replay.png and logs. Default: DUMP/replay.
 
@@ -44,8 +44,8 @@ Examples:
 The exit status is 0 if all values agree and are finite, and 1 if some values differ or are not finite. It is 2 if nothing was
 compared: the arguments or the dump are wrong, or a process died or hung.
 
-A step dump contains the config of its run. `mrl replay` runs the code of all classes that this config names, so replay only dumps
-from people whom you trust.
+A step dump contains the config of its run. `mrl replay` runs the code of all classes that this config names, so use it only with
+dumps from people whom you trust.
 """
 OPTIONS = ("model.dtype", "weights", "output")  # accepted keys that do not begin with `parallel.`
 

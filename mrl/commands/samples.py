@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("-n", type=int, default=4, metavar="K", help="number of responses (default: %(default)s)")
     top.add_argument("--search", metavar="TEXT", help="only samples whose prompt or response contains TEXT")
     top.add_argument("--source", metavar="NAME", help="only samples of this data source")
-    top.add_argument("--group", type=int, metavar="N", help="only responses to prompt N of the step, from 0")
+    top.add_argument("--group", type=int, metavar="N", help="only responses to prompt N of the step (0: the first)")
     top.add_argument(
         "--equal", action="store_true", help="only groups of two or more kept responses whose rewards are all equal"
     )

@@ -28,8 +28,8 @@ USAGE = """usage: mrl train -m KEY=VALUE,VALUE [KEY=VALUE ...]     start a sweep
                                                         it to FOLDER/sweep.csv
 
 A sweep trains all combinations of the given values. Each combination is called a point and has its own folder run.dir/INDEX.
-All points are checked before any of them starts; with Optuna, this holds for each batch of points. At the end, the command
-prints a result table and the command that trains the best point again. It also writes the table to run.dir/sweep.csv.
+All points are checked before any of them starts; with Optuna, this holds for each batch of points. At the end, mrl prints a
+result table and a command that trains the best point again. It also writes the table to run.dir/sweep.csv.
 
 To continue an interrupted sweep, run the same command with the same run.dir. It runs the points that failed or have not ended.
 SIGTERM or SIGUSR1 interrupts a sweep: the command ends with status 75, and jobs in Slurm continue.

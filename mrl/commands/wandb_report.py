@@ -19,8 +19,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser of `mrl wandb-report`."""
     top = argparse.ArgumentParser(
         prog="mrl wandb-report",
-        description="Save a workspace in the wandb project of a run. It has one section for each area of metrics that the run "
-        "has, in the order of docs/reference/metrics.md, with one plot for each metric.",
+        description="Save a workspace in the wandb project of a run. The workspace has a section for each area of the run's "
+        "metrics, in the order of docs/reference/metrics.md, with one plot for each metric.",
         epilog="Example: mrl wandb-report outputs/quickstart/TIME --json workspace.json",
     )
     top.add_argument("run", metavar="RUN", help="run directory, as PATH or as run.dir=PATH")

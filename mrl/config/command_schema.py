@@ -122,7 +122,7 @@ class EvaluateConfig:
         "mrl starts, in place of the prompts in data.test.",
     )
     compare: str | None = key(
-        None, "Folder of an earlier evaluation of the same prompts, from which the differences are computed."
+        None, "Folder of an earlier evaluation of the same prompts, with which the results are compared."
     )
     output: str | None = key(None, "Folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.")
     k: list[int] = key(
@@ -173,8 +173,9 @@ class PlanConfig:
     )
     prompt_tokens: int | None = key(
         None,
-        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens. In "
-        "`mrl plan search` the default is the mean length in data.train if it exists, then data.max_prompt_tokens, then 512.",
+        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens. Default in "
+        "`mrl plan search`: the mean length in data.train if its files and the tokenizer exist, otherwise "
+        "data.max_prompt_tokens if set, otherwise 512.",
         "tokens",
         least=1,
     )
@@ -184,10 +185,15 @@ class PlanConfig:
         "Default: a log-normal distribution.",
     )
     response_tokens: int | None = key(
-        None, "Median of the log-normal distribution. Default: rollout.max_response_tokens / 4.", "tokens", least=1
+        None,
+        "Median of the log-normal distribution of response lengths. Default: rollout.max_response_tokens / 4.",
+        "tokens",
+        least=1,
     )
     response_sigma: float = key(
-        0.8, "Sigma of the log-normal distribution. With 0, all responses have the same length.", least=0
+        0.8,
+        "Sigma of the log-normal distribution of response lengths. With 0, all responses have the same length.",
+        least=0,
     )
     expert_imbalance: float = key(
         1.5,
@@ -202,8 +208,8 @@ class PlanConfig:
     efficiency: dict[str, Any] = key(
         _efficiency,
         "Attained fractions of the peak FLOP/s (matmul, attention, experts) and of the peak memory bandwidth (bandwidth). matmul "
-        "also covers norms and activations. matmul and attention fit updates that were measured on an H100; experts and "
-        "bandwidth are assumed.",
+        "also covers norms and activations. The defaults of matmul and attention are fitted to measured updates on an H100; the "
+        "defaults of experts and bandwidth are assumed.",
         above=0,
     )
     latency_us: float = key(10.0, "Latency of one collective operation.", "us", least=0)

@@ -23,7 +23,7 @@ class ModelConfig:
 
     path: str = key(
         MISSING,
-        "Model: a Hugging Face folder with config.json, *.safetensors and tokenizer, an id on the Hub (OWNER/NAME or "
+        "Model: a Hugging Face folder (config.json, *.safetensors and tokenizer), an id on the Hub (OWNER/NAME or "
         "OWNER/NAME@REVISION), or a URL that fsspec knows.",
     )
     dtype: Dtype = key(Dtype.bfloat16, "Precision of model weights and activations.")
@@ -112,7 +112,8 @@ class DataConfig:
     sampler: Node | None = key(
         dict,
         "Function that chooses the prompts of each step: mrl.data.samplers.Curriculum, mrl.data.samplers.DifficultyMixture, or "
-        "your own. Default: data.mixture decides how often each source is drawn, and each source is drawn in epochs.",
+        "your own. Default: sources are drawn in proportion to their weights in data.mixture, and each source has its own "
+        "epochs, which draw each of its rows once.",
     )
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     max_prompt_tokens: int | None = key(

@@ -61,14 +61,14 @@ class CheckpointConfig:
     )
     keep_best: int = key(
         0,
-        "Number of checkpoints with the highest values of checkpoint.best_metric to keep, even if they are not "
+        "Number of checkpoints to keep because their values of checkpoint.best_metric are the highest, even if they are not "
         "among the keep_last newest.",
         "checkpoints",
         least=0,
     )
     best_metric: str = key(
         "reward/mean",
-        "Metric that ranks checkpoints for keep_best. The value in the last step before the checkpoint counts.",
+        "Metric that ranks checkpoints for keep_best. Its value in the last step before the checkpoint is used.",
     )
     asynchronous: bool = key(True, "Whether training continues while a checkpoint is written.")
     export_every: int = key(
@@ -97,8 +97,8 @@ class FaultToleranceConfig:
     )
     max_response_attempts: int = key(
         3,
-        "Largest number of attempts to sample one response, each on another engine if there is one. The same number of failed "
-        "requests in a row takes an engine out of service.",
+        "Largest number of attempts to sample one response, each on another engine if there is one. An engine on which this "
+        "number of requests in a row fails is taken out of service.",
         least=1,
     )
     preemption_grace_s: float = key(
@@ -120,7 +120,9 @@ class StepDumpConfig:
         "0 disables the detection of spikes.",
         least=0,
     )
-    spike_window: int = key(20, "Number of recent steps in the median of spike_factor.", "steps", least=1)
+    spike_window: int = key(
+        20, "Number of recent steps from which the median for spike_factor is computed.", "steps", least=1
+    )
     max_spikes: int = key(3, "Largest number of steps that are dumped because of a spike.", "dumps", least=0)
 
 
@@ -145,8 +147,8 @@ class WeightSyncConfig:
     )
     pause_mode: PauseMode = key(
         PauseMode.retract,
-        "What happens to running requests. retract recomputes their KV cache, in_place keeps the KV cache, and abort ends "
-        "the requests, which are then sent again.",
+        "What happens to running requests during a weight sync. retract recomputes their KV cache, in_place keeps the KV cache, "
+        "and abort ends the requests, which are then sent again.",
     )
     delta: bool = key(
         False,
@@ -173,12 +175,13 @@ class TrackingBackend(StrEnum):
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Trackers of metrics, and responses as text in the terminal and in the run directory."""
+    """Where a run records its metrics and its timeline, and which responses it records or shows as text."""
 
     backends: list[TrackingBackend] = key(
         lambda: [TrackingBackend.wandb],
         "Trackers that get all metrics, such as [wandb,tensorboard]. wandb logs offline without an API key. tensorboard writes "
-        "run.dir/tensorboard. mlflow logs to the server of MLFLOW_TRACKING_URI, or else to run.dir/mlflow.",
+        "run.dir/tensorboard. mlflow logs to the server that the environment variable MLFLOW_TRACKING_URI names, or, if it is "
+        "not set, to run.dir/mlflow.",
     )
     project: str = key("mrl", "Project in wandb, experiment in MLflow.")
     name: str | None = key(
@@ -202,8 +205,8 @@ class TrackingConfig:
     )
     samples_every: int = key(
         10,
-        "Number of steps after which the terminal shows the best and the worst response of the step, and trackers get a table of "
-        "samples. 0 shows none.",
+        "Number of steps between two displays of samples: the terminal shows the best and the worst response of the step, and "
+        "trackers get a table of samples. 0 shows none.",
         "steps",
         least=0,
     )
@@ -273,8 +276,9 @@ class ClusterConfig:
     ray: Node = key(
         dict,
         "Settings of Ray: arguments of ray.init, such as {object_store_memory: 8000000000, object_spilling_directory: /scratch}. "
-        "In a Slurm job, the settings of nodes become options of `ray start`. Default of object_store_memory on this machine: a "
-        "tenth of the free memory, at most half of the free space of /dev/shm, at least 512 MiB; in a Slurm job: Ray's default.",
+        "In a Slurm job, the settings of Ray's nodes are passed to `ray start` on every node. Default of object_store_memory: in "
+        "a Slurm job, Ray's default; on this machine, a tenth of the free memory, but at most half of the free space of "
+        "/dev/shm, and at least 512 MiB.",
     )
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
 
@@ -290,12 +294,13 @@ class RoleConfig:
 
     path: str | None = key(
         None,
-        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column must have the tokenizer "
-        "of the actor.",
+        "Hugging Face folder. Default: the initial weights of the actor. A model that computes a column of log-probabilities "
+        "must have the tokenizer of the actor.",
     )
     column: str = key(
         "",
-        "Column of log-probabilities that the model computes. Default: teacher_logprobs for a teacher, otherwise NAME_logprobs.",
+        "Name of the column with the log-probabilities of the sampled tokens under the model. Default: teacher_logprobs for a "
+        "teacher, otherwise NAME_logprobs.",
     )
     teacher_for: list[str] = key(
         list,
@@ -315,8 +320,10 @@ class RoleConfig:
         "servers",
         least=0,
     )
-    engine_tp: int = key(1, "Tensor-parallel size of each of these servers.", "GPUs", least=1)
-    sglang: Node = key(dict, "Arguments of these servers: any field of ServerArgs, such as {is_embedding: true}.")
+    engine_tp: int = key(1, "Tensor-parallel size of each SGLang server of the model.", "GPUs", least=1)
+    sglang: Node = key(
+        dict, "Arguments of the SGLang servers of the model: any field of ServerArgs, such as {is_embedding: true}."
+    )
 
     @property
     def is_served(self) -> bool:

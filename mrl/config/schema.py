@@ -67,7 +67,7 @@ class RunConfig:
     """Name, folder and seed of the run."""
 
     name: str = key("run", "Name of the run, in wandb and in the path of the default run directory.")
-    dir: str = key(MISSING, "Run directory: metrics, logs, checkpoints, rollouts and the learning curve.")
+    dir: str = key(MISSING, "Run directory, which holds metrics, logs, checkpoints, rollouts and the learning curve.")
     seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
 
 
@@ -79,8 +79,9 @@ class RolloutConfig:
     responses_per_prompt: int = key(8, "Number of responses to each prompt (group size).", "responses", least=1)
     group_sizes: Node | None = key(
         dict,
-        "Function that gives each prompt a number of responses by its difficulty: mrl.data.samplers.ByDifficulty, or your "
-        "own. The mean over prompts stays rollout.responses_per_prompt. Default: all prompts get the same number.",
+        "Function that chooses the number of responses to each prompt by the difficulty of the prompt: "
+        "mrl.data.samplers.ByDifficulty, or your own. The mean number over all prompts stays rollout.responses_per_prompt. "
+        "Default: all prompts get the same number.",
     )
     max_response_tokens: int = key(
         512, "Largest length of a response. Longer responses are truncated.", "tokens", least=1
@@ -103,14 +104,15 @@ class RolloutConfig:
     )
     min_p: float = key(
         0.0,
-        "Tokens come from the tokens whose probability is at least min_p times the largest probability. Training computes "
+        "Only tokens whose probability is at least min_p times the largest probability can be sampled. Training computes "
         "log-probabilities without this restriction.",
         least=0,
         most=1,
     )
     repetition_penalty: float = key(
         1.0,
-        "Above 1, tokens that have occurred in the response become less likely. Only algorithm.correction corrects for this.",
+        "Above 1, tokens that have occurred in the response become less likely. Training computes log-probabilities without "
+        "this penalty; only algorithm.correction corrects for the difference.",
         above=0,
         most=2,
     )
@@ -126,7 +128,8 @@ class RolloutConfig:
     )
     max_staleness: int | None = key(
         None,
-        "Largest staleness of a trained token. Only for rollout.mode=async, where the default is 2.",
+        "Largest staleness of a trained token, which is the number of weight versions from sampling the token to training on "
+        "it. Only for rollout.mode=async, where the default is 2.",
         "weight versions",
         least=0,
     )
@@ -226,7 +229,8 @@ class ScoringConfig:
     memory_gb: float = key(4.0, "Memory limit of one worker process.", "GiB", above=0)
     timeout_s: float = key(
         300.0,
-        "Timeout of one call of the scorer, for all groups finished since the last call. Late responses count as not scored.",
+        "Timeout of one call of the scorer, which scores all groups that have finished since the last call. Responses that have "
+        "no score after this time count as not scored.",
         "s",
         above=0,
     )
@@ -257,19 +261,23 @@ class AlgorithmConfig:
     )
     correction: Node | None = key(
         dict,
-        "Off-policy correction. It gives each token a factor for its loss, or a mask. Default: truncated importance sampling if "
-        "samples may be stale, algorithm.old_logprobs is recompute and the loss uses log-probabilities; otherwise none.",
+        "Off-policy correction. It multiplies the loss of each token by a weight, or excludes tokens from the loss. Default: "
+        "truncated importance sampling if three conditions hold: samples may be stale, algorithm.old_logprobs is recompute, and "
+        "the loss uses log-probabilities. Otherwise, the default is no correction.",
     )
     kl_in_loss: Node | None = key(
         dict,
         "KL penalty (default kind: k3) against the reference (default: the initial policy). It is added to the loss.",
     )
-    kl_in_reward: Node | None = key(dict, "KL penalty (default kind: k1). It is subtracted from the rewards.")
+    kl_in_reward: Node | None = key(
+        dict, "KL penalty (default kind: k1) against the reference. It is subtracted from the rewards."
+    )
     entropy_coef: float = key(0.0, "Coefficient of the entropy bonus in the loss.")
     adaptive_entropy: Node | None = key(
         dict,
-        "Adapts the coefficient of the entropy bonus: each training step adds or subtracts `step`, so that the entropy does not "
-        "stay below `target`, for example {target: 0.2, step: 0.005, max_coef: 1.0}. Default: the coefficient is constant.",
+        "Adapts the coefficient of the entropy bonus, so that the entropy does not stay below `target`: the coefficient grows by "
+        "`step` after a training step whose entropy is at most `target`, and otherwise falls by `step`. Example: "
+        "{target: 0.2, step: 0.005, max_coef: 1.0}. Default: the coefficient is constant.",
     )
     whiten: bool = key(
         False, "Whether to normalize advantages to mean 0 and standard deviation 1 over all sampled tokens in the loss."
@@ -339,7 +347,7 @@ class CriticConfig:
     )
     epochs: int | None = key(None, "Number of passes over each rollout. Default: algorithm.epochs.", least=1)
     parallel: Node = key(dict, "Sizes of the critic's layout that differ from the section parallel, such as {tp: 2}.")
-    ddp: Node = key(dict, "Fields in which the critic differs from trainer.ddp.")
+    ddp: Node = key(dict, "Settings of Megatron's data parallelism for the critic that differ from trainer.ddp.")
     max_tokens_per_micro_batch: int | None = key(
         None,
         "Largest number of tokens in one micro-batch that trains the critic. Default: trainer.max_tokens_per_micro_batch.",
@@ -394,7 +402,9 @@ class TrainerConfig:
         True,
         "Whether to compute each prompt once for all its responses, with the same gradient (reason: docs/how_to/speed.md).",
     )
-    logprob_chunk: int = key(1024, "Number of tokens with logits in memory (docs/how_to/speed.md).", "tokens", least=1)
+    logprob_chunk: int = key(
+        1024, "Number of tokens whose logits are in memory at a time (docs/how_to/speed.md).", "tokens", least=1
+    )
     overlap_grad_reduce: bool | None = key(
         None,
         "Whether gradients are reduced over replicas during the backward pass. Default: true on GPUs, false on CPUs.",
@@ -447,11 +457,11 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     roles: Node = key(
         dict,
-        "Frozen models beside the actor, by name, such as roles.teacher.path=FOLDER. If num_engines is 0, Megatron computes the "
-        "log-probabilities of the sampled tokens under the model; further keys: column, parallel, max_tokens_per_micro_batch. "
-        "If num_engines is above 0, SGLang serves the model to rewards or to distillation; further keys: engine_tp, sglang "
-        "(docs/concepts/placement.md). `teacher_for` is the list of data sources for which the model is the teacher "
-        "(docs/how_to/distillation.md).",
+        "Frozen models beside the actor, by name, such as roles.teacher.path=FOLDER. If the key num_engines of a model is 0, "
+        "Megatron computes the log-probabilities of the sampled tokens under this model; further keys: column, parallel, "
+        "max_tokens_per_micro_batch. If num_engines is above 0, SGLang serves the model to rewards or to distillation; further "
+        "keys: engine_tp, sglang (docs/concepts/placement.md). `teacher_for` is the list of data sources for which the model is "
+        "the teacher (docs/how_to/distillation.md).",
     )
     sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -6,7 +6,7 @@ COMMANDS = {
     "report": "write a page that shows a run, two runs side by side, or a sweep",
     "top": "show in the terminal what a run and its processes do now",
     "samples": "show sampled responses of a run with their rewards",
-    "timeline": "merge what all processes of a run recorded into one file, and say what the steps spend their time on",
+    "timeline": "merge the timelines of all processes of a run into one file, and say what takes the time of the steps",
     "wandb-report": "save a wandb workspace with the sections of the metrics page",
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",

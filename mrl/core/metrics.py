@@ -47,7 +47,7 @@ SECTIONS = {
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric(
-        "", "mean over the step's prompts of the mean reward of a prompt", label="reward", good="rises over the run"
+        "", "mean reward of the step, with the same weight for each prompt", label="reward", good="rises over the run"
     ),
     "reward/std": Metric(
         "",
@@ -64,22 +64,22 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/reward_sampled": Metric(
         "",
-        "mean reward of one response to each held-out prompt, sampled at temperature 1; sets with a reward or sampling of their "
-        "own are not included",
+        "mean reward of one response to each held-out prompt, sampled at temperature 1; held-out sets with a reward or sampling "
+        "settings of their own are not included",
         label="sampled",
         good="rises with reward/mean; if it falls while reward/mean rises, the policy overfits",
         reduction="last",
     ),
     "eval/reward_greedy": Metric(
         "",
-        "mean reward of the greedy response to each held-out prompt, of the same sets as eval/reward_sampled",
+        "mean reward of the greedy response to each held-out prompt, for the same held-out sets as eval/reward_sampled",
         label="greedy",
         good="rises with reward/mean",
         reduction="last",
     ),
     "eval/accuracy_sampled": Metric(
         "",
-        "fraction of correct responses to the held-out prompts, one to each, sampled at temperature 1",
+        "fraction of the held-out prompts whose response, sampled at temperature 1, is correct",
         label="accuracy sampled",
         good="rises with reward/mean",
         reduction="last",
@@ -125,7 +125,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/truncated_fraction": Metric(
         "",
-        "fraction of the responses that the token limit or the turn limit ended",
+        "fraction of the responses that ended because of the token limit or the turn limit",
         good="near 0; a truncated response often has no answer",
     ),
     "rollout/kept_groups_fraction": Metric(
@@ -133,15 +133,15 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/rounds": Metric(
         "",
-        "number of rounds of drawing prompts for the step: 1, plus 1 for each round after rejected groups",
+        "number of times that prompts were drawn for the step: once, and again each time after groups were rejected",
         ".0f",
         good="1",
     ),
     "rollout/epoch": Metric(
         "",
-        "number of passes over the training prompts that the steps have used so far",
+        "number of prompts that the steps have used so far, divided by the number of training prompts",
         ".2f",
-        good="rises by rollout.prompts_per_step / rows in each step",
+        good="rises in each step by rollout.prompts_per_step / number of training prompts",
         reduction="last",
     ),
     "rollout/waiting_groups": Metric(
@@ -159,8 +159,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/trained_length_ratio": Metric(
         "",
-        "mean length of the groups on which the last four steps trained, divided by the mean length of the same number of groups "
-        "with consecutive serial numbers; below 1, short responses are preferred",
+        "mean response length of the groups on which the last four steps trained, divided by the mean response length of as many "
+        "groups whose prompts were drawn one after another; below 1, the steps prefer short responses",
         good="near 1",
     ),
     "rollout/token_staleness_mean": Metric(
@@ -209,13 +209,13 @@ METRICS: dict[str, Metric] = {
     ),
     "component_time/score_s": Metric(
         "s",
-        "duration of the forward passes that compute columns, as the sum over all models; passes may run at the same time",
+        "duration of the forward passes for log-probabilities and other columns, summed over all models, which may overlap",
         ".2f",
         good="below the time of the update",
     ),
     "component_time/overlap_s": Metric(
         "s",
-        "time saved because models work at the same time: the sum of their durations minus the wall time of score and update",
+        "time saved because models work at the same time: sum of their durations minus wall time of the phases score and update",
         ".2f",
         good="above 0 if critic, reference or other models have devices of their own",
     ),
@@ -226,7 +226,7 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "component_time/reward_overlap_s": Metric(
-        "s", "scoring time while engines sample or no step waits for scores", ".2f", good="above 0 if models score"
+        "s", "scoring time while engines sample, or while no step waits for it", ".2f", good="above 0 if models score"
     ),
     "component_time/controller_s": Metric(
         "s",
@@ -235,14 +235,14 @@ METRICS: dict[str, Metric] = {
         good="a few percent of the step",
     ),
     "throughput/tokens_per_s": Metric(
-        "tokens/s", "response tokens, divided by the wall time of the whole step", ",.0f", good="high and constant"
+        "tokens/s", "sampled tokens, divided by the wall time of the whole step", ",.0f", good="high and constant"
     ),
     "throughput/samples_per_s": Metric(
         "samples/s", "responses, divided by the wall time of the whole step", ".1f", good="high and constant"
     ),
     "weight_sync/bytes": Metric(
         "bytes",
-        "bytes sent to all engines; with the transport disk or only adapters: bytes written",
+        "bytes sent to all engines; bytes written if weight_sync.transport=disk or weight_sync.lora=adapter",
         ",.0f",
         good="constant; smaller with weight_sync.delta",
         reduction="sum",
@@ -321,30 +321,30 @@ METRICS: dict[str, Metric] = {
         "", "fraction of the trained tokens whose probability ratio was clipped", good="below about 0.2"
     ),
     "loss/dual_clip_fraction": Metric(
-        "", "fraction of the trained tokens with a negative advantage whose loss dual_clip limits", good="near 0"
+        "", "fraction of the trained tokens with a negative advantage and a loss that dual_clip limits", good="near 0"
     ),
     "loss/selected_fraction": Metric(
         "", "fraction of the trained tokens that ClipCov or KLCov selects", ".5f", good="near algorithm.loss.fraction"
     ),
     "loss/response_weight": Metric(
-        "", "mean weight that VESPO gives the response of a token", ".4f", good="near 1; near 0 if samples are too old"
+        "", "mean weight that VESPO gives to a token's response", ".4f", good="near 1; near 0 if samples are too old"
     ),
     "loss/mtp": Metric("nats", "mean cross-entropy of the tokens that the MTP layers predict", good="falls"),
     "loss/sft": Metric(
-        "nats", "loss of supervised training; cross-entropy: mean per response token", label="loss", good="falls"
+        "nats", "loss of supervised training; for cross-entropy: mean per response token", label="loss", good="falls"
     ),
     "loss/sft_held_out": Metric("nats", "loss/sft on the rows of sft.test", good="falls"),
     "optim/grad_norm": Metric("", "gradient norm before clipping", good="constant, without jumps"),
     "optim/lr": Metric("", "learning rate", ".1e", good="follows the schedule of optim", reduction="last"),
     "advantage/mean": Metric("", "mean advantage per trained token", good="near 0"),
     "advantage/std": Metric(
-        "", "standard deviation of the advantages over trained tokens", good="above 0; 0: the policy learns nothing"
+        "", "standard deviation of the advantages over trained tokens", good="above 0; at 0 the policy learns nothing"
     ),
     "advantage/drawn_fraction": Metric(
         "", "fraction of the responses that algorithm.resampling draws at least once", ".4f", good="constant"
     ),
     "preference/accuracy": Metric(
-        "", "fraction of pairs (or labels) that the model ranks correctly", good="rises towards 1"
+        "", "fraction of pairs that the model ranks correctly, or of labels that it agrees with", good="rises towards 1"
     ),
     "preference/held_out_accuracy": Metric("", "preference/accuracy on the rows of sft.test", good="rises towards 1"),
     "preference/margin": Metric("", "reward of the chosen minus reward of the rejected response", good="rises"),
@@ -356,7 +356,7 @@ METRICS: dict[str, Metric] = {
     "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
-        "", "1 - Var[return - value] / Var[return]; 1 for perfect, 0 for constant values", good="above 0, towards 1"
+        "", "1 - Var[return - value] / Var[return]; 1: perfect values; 0: constant values", good="above 0, towards 1"
     ),
     "critic/grad_norm": Metric("", "the critic's gradient norm before clipping", good="constant, without jumps"),
     "critic/lr": Metric(
@@ -364,7 +364,7 @@ METRICS: dict[str, Metric] = {
     ),
     "distill/divergence": Metric(
         "nats",
-        "divergence between teacher and policy per sampled token (algorithm.loss.divergence), averaged as the loss is",
+        "divergence between teacher and policy per sampled token (algorithm.loss.divergence), averaged like the loss",
         label="divergence",
         good="falls over the run",
     ),

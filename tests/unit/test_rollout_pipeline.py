@@ -1,5 +1,6 @@
 """RolloutPipeline on small HTTP servers: which groups a step gets and when, failures, and cancelled requests."""
 
+import asyncio
 import inspect
 import threading
 import time
@@ -23,17 +24,26 @@ from mrl.rollout.worker import RolloutWorker
 SIZE = 2
 
 
-class SlowEngine(HttpEngine):
-    """An engine that needs n hundredths of a second for a prompt whose first token is n."""
+class HoldingEngine(HttpEngine):
+    """An engine that answers a prompt only while the prompt's first token, which is the row, is not in `held`."""
+
+    def __init__(self, *held: int, **options) -> None:
+        self.held = set(held)
+        super().__init__(**options)
 
     async def generate(self, request):
-        body = await request.json()
-        self.delay_s = max(ids[0] for ids in body["input_ids"]) / 100
+        rows = {ids[0] for ids in (await request.json())["input_ids"]}
+        self.busy += 1
+        try:
+            while self.held & rows:
+                await asyncio.sleep(0.005)
+        finally:
+            self.busy -= 1
         return await super().generate(request)
 
 
 class PipelineOnServers:
-    """A pipeline over HTTP servers. A row is a delay in hundredths of a second. The reward is 0 for rows in `bad`, else 1."""
+    """A pipeline over HTTP servers. A prompt begins with the number of its row. The reward is 0 for rows in `bad`, else 1."""
 
     def __init__(self, engines, buffer, bad=(), before_scoring=None) -> None:
         self.scored: list[list[int]] = []
@@ -89,16 +99,22 @@ def start():
 
 
 def test_a_step_gets_finished_groups_while_others_go_on(start):
-    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    server = HoldingEngine(60, 70)
+    run = start(StalenessBuffer(SIZE, 1), server)
     groups = run.sample_step(0, [60, 3, 5, 70], 0)
     assert groups and groups.numbers == [1, 2] and [group.row for group in groups.groups] == [3, 5]
     assert groups.groups[0].samples[0].trajectory.token_ids == [4]
+    server.held.clear()
     groups = run.sample_step(4, [1, 1], 1)
     assert groups and groups.numbers == [0, 3], "they are too old for the next step"
 
 
 def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
-    run = start(StalenessBuffer(3, 0), SlowEngine())
+    server = HoldingEngine(40, 20)
+    next_row = iter([20, 40])
+    run = start(
+        StalenessBuffer(3, 0), server, before_scoring=lambda unscored: server.held.discard(next(next_row, None))
+    )
     assert run.sample_step(0, [40, 5, 20], 0)
     assert run.scored == [[1], [2], [0]]
 
@@ -106,48 +122,51 @@ def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
 def test_scoring_overlaps_the_sampling_of_other_groups_and_the_work_between_steps(start):
     def slow(unscored) -> None:
         time.sleep(0.1)
+        server.held.discard(100)
 
-    run = start(StalenessBuffer(SIZE, 0), SlowEngine(), before_scoring=slow)
+    server = HoldingEngine(100)
+    run = start(StalenessBuffer(SIZE, 0), server, before_scoring=slow)
     assert run.sample_step(0, [1, 100], 0)
     _, scoring_s, overlap_s = run.pipeline.take_seconds()
     assert 0.1 <= overlap_s <= scoring_s - 0.09, "during the last scoring, no engine samples and the step waits"
 
-    run = start(StalenessBuffer(1, 1), SlowEngine(), before_scoring=slow)
+    server = HoldingEngine(40)
+    run = start(StalenessBuffer(1, 1), server, before_scoring=slow)
     assert run.sample_step(0, [1, 40], 0)
     run.pipeline.take_seconds()
+    server.held.clear()
     wait_until(lambda: len(run.scored) == 2, 10)
     assert run.pipeline.take_seconds()[2] >= 0.1, "no step waits for the second group"
 
 
 @pytest.mark.extended
 def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
-    run = start(StalenessBuffer(SIZE, 0, max_replaced_groups=4), SlowEngine(), bad=(7,))
+    server = HoldingEngine(300)
+    run = start(StalenessBuffer(SIZE, 0, max_replaced_groups=4), server, bad=(7,))
     assert run.sample_step(0, [7, 300], 0) is None and run.scored == [[0]], "row 300 is still being sampled"
     assert run.pipeline.free_capacity() == 1
+    server.held.clear()
     groups = run.sample_step(2, [1], 0)
     assert groups and groups.numbers == [1, 2] and groups.filtered_numbers == [0]
 
 
 def test_prompts_that_are_sent_twice_are_admitted_once(start):
-    run = start(StalenessBuffer(SIZE, 0), SlowEngine())
+    run = start(StalenessBuffer(SIZE, 0), HoldingEngine())
     run.pipeline.admit(0, [1, 2], 0)
     groups = run.sample_step(0, [1, 2], 0)
     assert groups and groups.numbers == [0, 1] and run.pipeline.buffer.num_drawn == 2
 
 
 def test_requests_of_dropped_groups_are_cancelled(start):
-    server = SlowEngine()
+    server = HoldingEngine(500)
     run = start(StalenessBuffer(1, 0, extra_groups=1), server)
     groups = run.sample_step(0, [500, 3], 0)
     assert groups and groups.numbers == [1] and groups.dropped == [0]
-    deadline = time.monotonic() + 5
-    while server.busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.busy, "the connection is closed, which ends the request"
+    wait_until(lambda: not server.busy, 10)  # the connection is closed, which ends the request
 
 
 def test_a_restart_cancels_what_is_in_flight(start):
-    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    run = start(StalenessBuffer(SIZE, 1), HoldingEngine(500))
     assert run.sample_step(0, [3, 3, 500, 500], 0)
     run.pipeline.restart(2, [PromptRequest(0, 8, 0), PromptRequest(1, 9, 0)], 0)
     assert [request.serial_number for request in run.pipeline.untrained_requests()] == [
@@ -159,18 +178,17 @@ def test_a_restart_cancels_what_is_in_flight(start):
 
 
 def test_a_group_that_was_sampled_before_a_restart_is_ignored(start):
-    gate = threading.Event()
+    scoring, gate = threading.Event(), threading.Event()
 
     def wait(unscored) -> None:
         if unscored[0].request.row == 2:
+            scoring.set()
             assert gate.wait(10)
 
-    run = start(StalenessBuffer(1, 0), SlowEngine(), before_scoring=wait)
+    run = start(StalenessBuffer(1, 0), HoldingEngine(), before_scoring=wait)
     run.pipeline.admit(0, [2], 0)
     run.pipeline.send_requests(0)
-    while not run.engines.engines or run.engines.engines[0].pending:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    assert scoring.wait(10)
     run.pipeline.restart(0, [], 0)
     gate.set()
     run.pipeline.admit(0, [4], 0)
@@ -181,7 +199,7 @@ def test_a_group_that_was_sampled_before_a_restart_is_ignored(start):
 
 def test_a_step_fails_without_an_engine_and_can_be_repeated(start):
     fault_tolerance = FaultToleranceConfig(engine_stall_timeout_s=0.4)
-    settings, engine = dict(fault_tolerance=fault_tolerance), SlowEngine(computing=False)
+    settings, engine = dict(fault_tolerance=fault_tolerance), HoldingEngine(300, computing=False)
     run = start(StalenessBuffer(SIZE, 0), engine, settings=settings)
     with pytest.raises(NoEngineError, match="has computed nothing"):
         run.sample_step(0, [300, 1], 0)
@@ -194,32 +212,32 @@ def test_a_step_fails_without_an_engine_and_can_be_repeated(start):
 
 def test_a_paused_engine_is_not_taken_for_stalled(start):
     settings = dict(fault_tolerance=FaultToleranceConfig(engine_stall_timeout_s=0.2))
-    run = start(StalenessBuffer(1, 0), SlowEngine(computing=False), settings=settings)
+    run = start(StalenessBuffer(1, 0), HoldingEngine(computing=False, delay_s=1.2), settings=settings)
     run.engines.paused = True
-    assert run.sample_step(0, [120], 0)
+    assert run.sample_step(0, [1], 0)
 
 
 def test_errors_of_sampling_and_scoring_are_raised_by_the_step(start):
-    run = start(StalenessBuffer(1, 0), SlowEngine(statuses=(400,)))
+    run = start(StalenessBuffer(1, 0), HoldingEngine(statuses=(400,)))
     with pytest.raises(EngineError, match="answered 400"):
         run.sample_step(0, [1], 0)
 
     def fail(unscored) -> None:
         raise LookupError("no such row")
 
-    run = start(StalenessBuffer(1, 0), SlowEngine(), before_scoring=fail)
+    run = start(StalenessBuffer(1, 0), HoldingEngine(), before_scoring=fail)
     with pytest.raises(LookupError, match="no such row"):
         run.sample_step(0, [1], 0)
 
 
 def test_a_step_has_a_deadline(start):
-    run = start(StalenessBuffer(1, 0), SlowEngine())
+    run = start(StalenessBuffer(1, 0), HoldingEngine(300))
     with pytest.raises(EngineError, match=r"rollout\.request_timeout_s=0\.2"):
         run.sample_step(0, [300], 0, timeout_s=0.2)
 
 
 def test_waiting_requests_are_recognized_by_number_and_row(start):
-    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    run = start(StalenessBuffer(SIZE, 1), HoldingEngine(500, 600))
     assert run.sample_step(0, [3, 4, 500, 600], 0)
     assert run.pipeline.has_requests([2, 3], [500, 600])
     assert run.pipeline.has_requests([2, 9], [500, 7]), "9 is not drawn yet"

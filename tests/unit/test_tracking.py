@@ -348,7 +348,7 @@ def test_without_a_terminal_progress_is_one_line_per_interval_and_the_last_step(
             sink.log(step, {"reward/mean": step / 10, "time/step_s": 1.0, "time/rollout_s": 0.75})
 
     lines = console_lines(log, every_s=3600)
-    assert len(lines) == 3 and lines[0] == "reward: mean over the step's prompts of the mean reward of a prompt"
+    assert len(lines) == 3 and lines[0] == "reward: mean reward of the step, with the same weight for each prompt"
     assert "1/10  reward 0.100  1.00 s a step (rollout 0.75, other 0.25)" in lines[1]
     assert "10/10  reward 1.000" in lines[2]
 
@@ -453,7 +453,7 @@ def test_the_terminal_says_once_what_the_names_mean(terminal):
     meaning = "mismatch: largest absolute difference between the trainer's and the engine's log-probability of a token"
     assert (
         text.count(meaning) == 1
-        and text.count("reward: mean over the step's prompts of the mean reward of a prompt") == 1
+        and text.count("reward: mean reward of the step, with the same weight for each prompt") == 1
     )
 
 
@@ -467,7 +467,7 @@ def test_the_curve_names_its_raw_and_its_smoothed_line(tmp_path, monkeypatch):
     )
     draw_curve(tmp_path / "curve.png", {1: 0.1, 2: 0.3}, {}, metric="reward/mean")
     assert labels == [
-        (1, "mean over the step's prompts of the mean reward of a prompt"),
+        (1, "mean reward of the step, with the same weight for each prompt"),
         (2.2, "mean of the last 10 steps"),
     ]
 
