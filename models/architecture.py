@@ -29,7 +29,7 @@ from parallel.trainer_config import LoraConfig, OptimConfig
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name of the output layer
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"  # Megatron's name of the embedding
 VISION_PREFIX = "visual."  # begins the names of all parameters of the vision tower in Megatron
-SCORE_HEAD = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
+SCORE_HEAD_ROW = ParamMapping(OUTPUT_WEIGHT, ("score.weight",), (("one", "hidden"),))
 """Output layer of a reward model. Sequence classifiers of transformers call its weight `score.weight`."""
 ENGINE_CLASSIFIER_BIAS = "score.bias"  # see Family.engine_classifier_has_bias
 _ENGINE_INDEX_CHANNELS = 128  # channels of an indexer's key in SGLang
@@ -439,7 +439,7 @@ class Family:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
         rows = [row for row in self.table if not (row.present_in == "untied_models" and arch.tied_embeddings)]
         if arch.is_reward_model:
-            rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + [SCORE_HEAD]
+            rows = [row for row in rows if row.megatron != OUTPUT_WEIGHT] + [SCORE_HEAD_ROW]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:

@@ -105,10 +105,10 @@ class SequenceImages:
         self.output_index[span][is_image] = start + np.arange(is_image.sum())
         return start
 
-    def pack(self, packed: PackedSequences, packed_tokens: Ints) -> PackedSequences:
-        """Return `packed` with the images. `packed_tokens`: for each real token of the pack, its index among the S tokens."""
+    def pack(self, packed: PackedSequences, index_in_part: Ints) -> PackedSequences:
+        """Return `packed` with the images. `index_in_part`: for each real token of the pack, its index among the S tokens."""
         device, is_real = packed.position_ids.device, packed.token_index >= 0
-        tokens = packed_tokens[packed.token_index]  # for padding, the index is arbitrary
+        tokens = index_in_part[packed.token_index]  # for padding, the index is arbitrary
         output_index = np.where(is_real, self.output_index[tokens], -1)
         local = np.flatnonzero(output_index >= 0)
         return replace(

@@ -111,7 +111,7 @@ class PackedSequences(PackedSeqParams):
     later_tokens: Tensor | None = None
 
     @property
-    def local_index(self) -> Ints:
+    def index_on_rank(self) -> Ints:
         """Index [S] of each real token among the L tokens of this rank; -1 if the token is on another rank."""
         local = np.full(self.num_tokens, -1, np.int64)
         real = np.flatnonzero(self.token_index >= 0)

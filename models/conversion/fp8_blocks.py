@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the driver plans a weight sync without importing torch
     from torch import Tensor
 
 BLOCK = 128  # rows and columns of a block
-VALUE_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
+FP8_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 SCALE_BYTES = 4  # bytes of a scale
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that turns the name of a matrix into the name of its scales, in Hugging Face folders and in SGLang."""

@@ -42,7 +42,7 @@ class MtpNames:
     duplicate_tensors: Mapping[str, str] = field(default_factory=dict)
 
     def draft_prefixes(self, num_layers: int) -> dict[str, str]:
-        """Return `draft_names` for the MTP layer after `num_layers` decoder layers, with the prefix of the draft model."""
+        """Return `draft_names` of the first MTP layer: with {number} and {depth} filled in, and the prefix DRAFT_PREFIX."""
         names = dict(number=num_layers, depth=0)
         return {name.format(**names): DRAFT_PREFIX + own for name, own in self.draft_names.items()}
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD, VISION_PREFIX
+from models.architecture import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SCORE_HEAD_ROW, VISION_PREFIX
 from models.conversion.hf_reader import HFWeights
 from models.conversion.mapping import Box, ParamMapping
 from models.conversion.mtp_mapping import MTP_PREFIX
@@ -27,7 +27,7 @@ _HEADS: dict[HeadKind, list[ParamMapping]] = {
         ParamMapping(OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
         ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
     ],
-    "score": [SCORE_HEAD],
+    "score": [SCORE_HEAD_ROW],
 }
 """Table rows of the heads that replace the output layer, by kind of head."""
 
@@ -65,8 +65,9 @@ class ParamBridge:
     ) -> None:
         """`params`: this rank's parameters by their names in the whole model. `num_experts`: number of experts of a layer.
 
-        `tied_rows`: rows of parameters tied to those of `rows`: this rank loads them, but does not export them. Raises
-        AssertionError if the rows and the parameters of all pipeline stages differ.
+        `tied_rows`: rows of parameters that are copies of a parameter in `rows`, such as an output layer that is tied to the
+        embedding. This rank loads these parameters, but does not export them. Raises AssertionError if the rows and the
+        parameters of all pipeline stages differ.
         """
         self.rows, self.params, self.sizes, self.dims, self.tied_rows = rows, params, sizes, dims, tied_rows
         # number of all experts of a layer, and number of those on each expert-parallel rank
@@ -243,8 +244,8 @@ class WeightBridge(ParamBridge):
         """
         if row not in self.own_head or row.hf[0] in weights:
             return row
-        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD.hf[0] in weights
-        return SCORE_HEAD if has_score else None
+        has_score = row.megatron == OUTPUT_WEIGHT and SCORE_HEAD_ROW.hf[0] in weights
+        return SCORE_HEAD_ROW if has_score else None
 
     def _has_gradient(self, row: ParamMapping) -> bool:
         return super()._has_gradient(row) and (self.train_vision or not row.megatron.startswith(VISION_PREFIX))

@@ -1,7 +1,8 @@
-"""Turns the slots that the probes found into rows of a family's table.
+"""Writes the table of a model family from what the probes (models/derive/probes.py) found.
 
-A row maps a Megatron parameter to the tensors in one or several slots. The rows of one part of the model form a group. A group
-that is equal to a block of rows in models/families, such as ATTENTION, is written as the name of this block.
+A slot is the role of a tensor in a formula, such as "q" in the formula of attention. The probes find the tensor in each slot. A
+row of the table maps a Megatron parameter to the tensors in one or several slots. The rows of one part of the model form a group.
+A group that is equal to a constant with rows in models/families, such as ATTENTION, is written as the name of this constant.
 """
 
 from dataclasses import replace
@@ -23,10 +24,11 @@ _INDENT = " " * 8
 
 
 def merged_slots(structures: list[Structure]) -> dict[str, dict[str, str]]:
-    """Return kind of block -> slot -> name of the tensor, for all blocks of all layers and variants.
+    """Return kind of block (such as attention or mlp) -> slot -> name of the tensor, merged over all layers of all `structures`.
 
-    The kind "outside_layers" has the tensors outside of layers. The kind "norms" has the slots attention_norm, mlp_norm and
-    moe_norm for norms before the blocks, and after_attention and after_mlp for norms of the outputs of the blocks.
+    There is one structure for each variant of the config. The kind "outside_layers" has the tensors outside of layers. The kind
+    "norms" has the slots attention_norm, mlp_norm and moe_norm for norms before the blocks, and after_attention and after_mlp
+    for norms of the outputs of the blocks.
 
     Raises:
         ValueError: a slot has tensors with different names in two layers.
@@ -206,7 +208,10 @@ def _moe_group(slots: dict[str, str], norm: str) -> tuple[str, Rows]:
 
 
 def moe_arguments(slots: dict[str, str]) -> tuple[str, str, str, str] | None:
-    """Return the arguments of `moe_mlp`: the names of the block and of gate, up and down; None if the names have another form."""
+    """Return the arguments of `moe_mlp`: the name of the MoE block, and the names of gate, up and down.
+
+    Returns None if the name of gate has not the form `...{layer}.BLOCK.experts.{expert}.NAME.weight`.
+    """
     prefix, is_expert, _ = slots["gate"].partition(".experts.{expert}.")
     if not is_expert or "{layer}." not in prefix:
         return None

@@ -49,7 +49,8 @@ ATTENTIONS = {  # full and small have the heads of Qwen3-4B
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
 """Function of (query, key, value, pack) -> [L, heads, channels] for the L tokens of the pack.
 
-The rows of all these tensors have the order in which the pack's attention calls (PackedSequences.calls) read them.
+Several batched calls compute the attention of a pack (PackedSequences.calls). The rows of query, key and value are in the order
+in which these calls read them. The rows of the result are in the order of the queries.
 """
 
 
@@ -155,7 +156,7 @@ def _optional_kernels(
     """Yield the kernels of two optional packages, flash-attn and Transformer Engine."""
     scale = sizes.channels**-0.5
     package = find_spec("flash_attn")
-    if package is None or package.origin is None:  # a package without a file: only flash-attn-4 is installed
+    if package is None or package.origin is None:  # flash-attn-4 alone: its flash_attn has no __init__.py
         job.leave_out(f"{name}: flash-attn", "flash-attn is not installed; pip install flash-attn")
     else:
         yield "flash-attn's flash_attn_varlen_func", _gathering(flash_attn_kernel(scale), packed)

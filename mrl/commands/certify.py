@@ -37,9 +37,9 @@ run.dir/parity.json lists all differences. docs/tutorials/model.md describes par
 
 `mrl certify engine` starts an SGLang engine and one trainer rank with the same weights. The engine samples responses to random
 prompts. Both sides then run a forward pass over prompts and responses, and record the activations of each layer. The command
-names the first difference (layer, and point in the layer) and its cause, such as a missing bias, another RoPE base, the order of
-the experts, or stale weights. The exit status is 1 if a difference exceeds its tolerance, and 2 if settings are wrong or a
-process cannot start.
+names the first difference (layer, and trace point in the layer, such as the input of o_proj) and its cause, such as a missing
+bias, another RoPE base, the order of the experts, or stale weights. The exit status is 1 if a difference exceeds its
+tolerance, and 2 if settings are wrong or a process cannot start.
 
   mrl certify engine experiment=quickstart
   mrl certify engine model.path=runs/a/hf certify.prompts=2 --json engine.json
@@ -144,9 +144,9 @@ def conclusion(report: EngineReport) -> str:
 
 
 def print_points(report: EngineReport, title: str) -> None:
-    """Print one row for each trace point, such as the attention of a layer (see mrl.diagnostics.engine_check).
+    """Print one row for each trace point, such as `attention`; it covers all layers (see mrl.diagnostics.engine_check).
 
-    The row shows the first layer that differs at this trace point. If no layer differs, it shows the layer with the largest
+    A row shows the first layer that differs at this trace point. If no layer differs, it shows the layer with the largest
     relative difference.
     """
     from rich.console import Console  # imported here, because `mrl --help` does not need rich

@@ -297,7 +297,7 @@ def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int
     sent, raw = sum(r.bytes for r in reports), sum(r.uncompressed_bytes for r in reports)
     return {
         "weight_sync/version": float(version),
-        "component_time/sync_engine_s": reports[0].engine_seconds,
+        "component_time/sync_engine_s": reports[0].engine_wait_seconds,
         "weight_sync/bytes": float(sent),
         "weight_sync/compressed_fraction": sent / raw if raw else 1.0,
         "weight_sync/senders": float(sum(r.bytes > 0 for r in reports)),

@@ -475,7 +475,7 @@ class SyncReport:
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # number of buckets sent, counted once for each receiver
     seconds: float = 0.0  # duration of the push
-    engine_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
+    engine_wait_seconds: float = 0.0  # the part of `seconds` in which the sender waited for engines
     failed: dict[str, str] = field(default_factory=dict)  # URL of a failed engine -> reason of the failure
     must_repeat: bool = False  # True: the engines did not accept the version, so the driver pushes it again
     # name of the LoRA adapters that the engines have loaded; each request must give this name. None: requests give no name

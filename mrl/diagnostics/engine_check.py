@@ -26,7 +26,7 @@ from mrl.rollout.engines.forward_recorder import (
     read_forward_recording,
     write_request,
 )
-from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
+from mrl.weight_sync.engine_layout import HF_EMBEDDING_WEIGHT, HF_OUTPUT_WEIGHT, EngineLayout
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
@@ -170,9 +170,11 @@ def weights_near(point: str, layer: int | None) -> list[str]:
     """Return prefixes of the names of the weights that can cause a difference at a trace point."""
     if layer is not None:
         return [f"model.layers.{layer}."]
-    return {"embedding": [EMBEDDING], "last_logits": [OUTPUT, EMBEDDING], LOGPROBS: [OUTPUT, EMBEDDING]}.get(
-        point, ["model.norm."]
-    )
+    return {
+        "embedding": [HF_EMBEDDING_WEIGHT],
+        "last_logits": [HF_OUTPUT_WEIGHT, HF_EMBEDDING_WEIGHT],
+        LOGPROBS: [HF_OUTPUT_WEIGHT, HF_EMBEDDING_WEIGHT],
+    }.get(point, ["model.norm."])
 
 
 def model_facts(arch: Architecture) -> ModelFacts:

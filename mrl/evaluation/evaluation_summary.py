@@ -103,8 +103,8 @@ class EvaluationSummary:
 def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[PromptScores]:
     """Group scored rows by prompt. `answers`: for each row, the answer for which the response votes in maj@k.
 
-    The rows need the columns prompt_digest (see `prompt_digest`), finish_reason and num_tokens. The values of finish_reason and
-    num_tokens may be None.
+    The rows need the columns prompt_digest (see evaluation_prompts.prompt_digest), finish_reason and num_tokens.
+    The values of finish_reason and num_tokens may be None.
     """
     indices: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):

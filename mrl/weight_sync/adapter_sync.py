@@ -89,7 +89,7 @@ class AdapterSync:
             tensors=len(matrices),
             buckets=1,
             seconds=done - start,
-            engine_seconds=done - gathered,
+            engine_wait_seconds=done - gathered,
             failed=coordinator.failures,
             adapter=name,
         )

@@ -95,7 +95,7 @@ class DiskSync:
             tensors=totals["tensors"],
             buckets=1,
             seconds=time.perf_counter() - start,
-            engine_seconds=time.perf_counter() - written,
+            engine_wait_seconds=time.perf_counter() - written,
             failed=failed,
         )
 

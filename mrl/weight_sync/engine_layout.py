@@ -12,18 +12,18 @@ from functools import cached_property
 from typing import Any
 
 from models.architecture import EMBEDDING_WEIGHT, VISION_PREFIX, Architecture, Family
-from models.conversion.fp8_blocks import BLOCK, SCALE_DTYPE, SCALE_SUFFIX, VALUE_DTYPE, block_box, is_quantized
+from models.conversion.fp8_blocks import BLOCK, FP8_DTYPE, SCALE_DTYPE, SCALE_SUFFIX, block_box, is_quantized
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 from models.conversion.mtp_mapping import MTP_PREFIX
 
 VOCAB_PADDING = 64
 """SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+HF_EMBEDDING_WEIGHT, HF_OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 """SGLang's names of the embedding and of the output layer. A Hugging Face folder of a language model has the same names."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Dtype of an SGLang parameter, without "torch." -> bytes per element."""
-KV_CACHE_SCALES = (".k_scale", ".v_scale")
+KV_CACHE_SCALE_SUFFIXES = (".k_scale", ".v_scale")
 """Suffixes of parameters that an FP8 engine has for its KV cache. They are constants, and trainers do not send them."""
 
 
@@ -218,7 +218,7 @@ class EngineLayout:
         for name, row in self.row_of.items():
             param = self.engine_names[name][0]
             if self.block_scales and is_quantized(row.megatron):
-                fixed[param] = VALUE_DTYPE
+                fixed[param] = FP8_DTYPE
             elif row.is_buffer or param.endswith(self.float32_suffixes):
                 fixed[param] = "float32"
         return fixed
@@ -240,7 +240,7 @@ class EngineLayout:
                 if self.block_scales and is_quantized(row.megatron):
                     shards.append(self._scale_shard(shard))
         if self.output_copy:
-            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.param == EMBEDDING]
+            shards += [replace(shard, param=HF_OUTPUT_WEIGHT) for shard in shards if shard.param == HF_EMBEDDING_WEIGHT]
         return shards
 
     def _derive_param_shapes(self, shards: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
@@ -349,9 +349,9 @@ def check_engine_parameters(
     error message.
     """
     shapes = layout.param_shapes(tp_rank)
-    engine_dtype = parameters[EMBEDDING][1] if EMBEDDING in parameters else ""
+    engine_dtype = parameters[HF_EMBEDDING_WEIGHT][1] if HF_EMBEDDING_WEIGHT in parameters else ""
     expected = {name: (shape, layout.dtype_of(name, engine_dtype)) for name, shape in shapes.items()}
-    not_sent = KV_CACHE_SCALES if layout.block_scales else ()
+    not_sent = KV_CACHE_SCALE_SUFFIXES if layout.block_scales else ()
     reported = {
         name: (tuple(shape), dtype)
         for name, (shape, dtype) in parameters.items()

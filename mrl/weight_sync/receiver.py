@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.conversion.fp8_blocks import VALUE_DTYPE
+from models.conversion.fp8_blocks import FP8_DTYPE
 from models.conversion.hf_reader import HFWeights
 from models.conversion.mtp_mapping import DRAFT_PREFIX
 from mrl.weight_sync.control_channel import (
@@ -39,7 +39,7 @@ from mrl.weight_sync.control_channel import (
     receipt_key,
     receiver_plan_key,
 )
-from mrl.weight_sync.engine_layout import KV_CACHE_SCALES
+from mrl.weight_sync.engine_layout import KV_CACHE_SCALE_SUFFIXES
 from mrl.weight_sync.sender import BucketHeader, checksums, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, ProcessLocation, TensorChunk
 from mrl.weight_sync.transports import (
@@ -96,7 +96,7 @@ def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Te
 
 
 def _register_draft(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Keep the draft model for the session that begins next. SGLang passes this message to the draft model."""
+    """Keep the draft model for the session that begins next. For this message, SGLang passes it as `model`."""
     global _draft
     _draft = model
 
@@ -162,7 +162,7 @@ def misplaced_chunks(
         for first_last in first_and_last.values()
         for chunk, destination in first_last
         if chunk.name in weights
-        and chunk.dtype != VALUE_DTYPE
+        and chunk.dtype != FP8_DTYPE
         and not _equals_file(weights, chunk, _view(parameters, destination))
     ]
 
@@ -220,7 +220,7 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
         session.channel.put(ack_key(push_name, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
     for name, parameter in parameters.items():
-        if name.endswith(KV_CACHE_SCALES):
+        if name.endswith(KV_CACHE_SCALE_SUFFIXES):
             parameter.fill_(1.0)  # an offload discards this constant
     for each in (model, *([_draft] if _draft is not None else ())):
         post_load_weights(each)  # some models compute further tensors from their weights

@@ -37,7 +37,7 @@ from mrl.weight_sync.control_channel import (
 )
 from mrl.weight_sync.coordinator import Coordinator, common_server_info
 from mrl.weight_sync.engine_control import WeightMismatchError, WeightSyncError
-from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, EngineParallelSizes, check_engine_parameters
+from mrl.weight_sync.engine_layout import HF_OUTPUT_WEIGHT, EngineLayout, EngineParallelSizes, check_engine_parameters
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor, RelaySender
 from mrl.weight_sync.transfer_plan import (
@@ -168,7 +168,7 @@ class LiveSync:
             tensors=self._num_tensors,
             buckets=stats.messages,
             seconds=done - start,
-            engine_seconds=begun - start + stats.waited_s + done - sent,
+            engine_wait_seconds=begun - start + stats.waited_s + done - sent,
             failed=failed,
             must_repeat=must_repeat,
         )
@@ -334,8 +334,10 @@ class _SessionOpener:
         trains_mtp = any(row.megatron.startswith(MTP_PREFIX) for row in self.weights.rows)
         with_draft = trains_mtp and bool(info.get("speculative_algorithm"))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
-        hosted, port = ControlChannel.host(address, session, timeout_s)
-        self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
+        hosted_channel, port = ControlChannel.host(address, session, timeout_s)
+        self.stack.callback(
+            lambda: hosted_channel
+        )  # holds a reference: the TCP store of the channel ends with this object
         connection = dict(address=address, port=port, session=session)
         join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
         self.coordinator = Coordinator(
@@ -372,7 +374,11 @@ class _SessionOpener:
         infos, tp = self.session.infos, self.session.parallel_sizes.tp
         parameters, layout = infos[0].parameters, layout_of(self.session.parallel_sizes)
         layout = layout.with_draft() if self.session.with_draft else layout
-        layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
+        layout = (
+            layout.with_output_copy()
+            if HF_OUTPUT_WEIGHT in parameters and HF_OUTPUT_WEIGHT not in layout.row_of
+            else layout
+        )
         layout = layout.with_block_scales() if any(name.endswith(SCALE_SUFFIX) for name in parameters) else layout
         for rank, info in infos.items():
             check_engine_parameters(layout, rank % tp, info.parameters, f"engine rank {rank}")

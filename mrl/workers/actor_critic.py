@@ -374,7 +374,7 @@ def with_mtp_loss(
     total, statistics = loss(output[0], micro)
     nll = -output[1].sum()
     sums = {"mtp_nll": nll.detach(), "mtp_tokens": torch.tensor(len(output[1]))}
-    whole = total + coef * nll / (len(micro.mtp) * micro.sampled_tokens)
+    whole = total + coef * nll / (len(micro.mtp) * micro.num_sampled_in_mini_batch)
     return whole, replace(statistics, sums=statistics.sums | sums)
 
 

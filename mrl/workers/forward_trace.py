@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from mrl.core.types import ReplicaBatch, TokenBlock
-from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT
+from mrl.weight_sync.engine_layout import HF_EMBEDDING_WEIGHT, HF_OUTPUT_WEIGHT
 from mrl.workers.actor_critic import MegatronActor
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.parity_trace import forward_outputs
@@ -62,8 +62,12 @@ def trainer_weights(model: MegatronActor, prefixes: Sequence[str], suffix: str) 
     """
     weights = {}
     for name, tensor in model.export():
-        if name == EMBEDDING and model.bridge.arch.tied_embeddings and OUTPUT.startswith(tuple(prefixes)):
-            weights[OUTPUT] = _host(tensor)
+        if (
+            name == HF_EMBEDDING_WEIGHT
+            and model.bridge.arch.tied_embeddings
+            and HF_OUTPUT_WEIGHT.startswith(tuple(prefixes))
+        ):
+            weights[HF_OUTPUT_WEIGHT] = _host(tensor)
         if name.startswith(tuple(prefixes)) or name.endswith(suffix):
             weights[name] = _host(tensor)
     return weights

@@ -55,7 +55,7 @@ class MicroBatch:
     routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
     teachers: Mapping[str, TeacherTensors] = field(default_factory=dict)  # only teachers with outputs for these rows
     mtp: tuple[MtpTargets, ...] = ()  # one entry for each MTP layer; (): MTP layers do not run
-    sampled_tokens: int = 1  # number of sampled tokens in the mini-batch
+    num_sampled_in_mini_batch: int = 1
 
     @classmethod
     def build(
@@ -70,19 +70,19 @@ class MicroBatch:
     ) -> "MicroBatch":
         """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
-        `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` takes the
-        segments of a pack and returns this rank's part of the pack (see parallel.packing). `sum_over_ranks` sums a tensor over
-        the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model. `mtp_layers`: number
-        of MTP layers that run; 0 if the rows of a group share one prompt.
+        `batch` is the replica's part of the mini-batch: it has the token weights and the groups of the rows. `pack` lays out
+        segments as one pack, and returns the part on this rank (see parallel.packing). `sum_over_ranks` sums a
+        tensor over the context-parallel ranks, see `Responses`. `vision` describes the vision tower of an image model.
+        `mtp_layers`: number of MTP layers that run; 0 if the rows of a group share one prompt.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
-        segments, packed_tokens, predictor_index = _lay_out(part, groups)
+        segments, index_in_part, predictor_index = _lay_out(part, groups)
         packed = pack(segments)
         if part.images:
             assert vision is not None, "the driver gives images only to image models"
-            packed = _images(part, vision).pack(packed, packed_tokens)
-        local = packed.local_index[predictor_index]
+            packed = _images(part, vision).pack(packed, index_in_part)
+        local = packed.index_on_rank[predictor_index]
         (local_sampled,) = np.nonzero(local >= 0)
         response_of = np.repeat(np.arange(len(part.lengths)), part.sampled_lengths)
         targets = part.tokens[part.sampled_index]
@@ -100,8 +100,8 @@ class MicroBatch:
         if mtp_layers:
             assert groups is None, "the plan refuses shared prompts with MTP layers"
             packed = replace(packed, later_tokens=to_device(_later_tokens(part, packed.token_index, mtp_layers)))
-        tokens = np.where(packed.token_index >= 0, part.tokens[packed_tokens][packed.token_index], 0)
-        routing = None if part.routed_experts is None else _routing(part, packed_tokens, packed.token_index)
+        tokens = np.where(packed.token_index >= 0, part.tokens[index_in_part][packed.token_index], 0)
+        routing = None if part.routed_experts is None else _routing(part, index_in_part, packed.token_index)
         return cls(
             tokens=to_device(tokens.astype(np.int64)),
             packed=packed,
@@ -113,7 +113,7 @@ class MicroBatch:
             num_sampled=len(response_of),
             responses=Responses(to_device(response_of[local_sampled]), to_device(part.sampled_lengths), sum_over_ranks),
             columns={name: to_device(values[local_sampled]) for name, values in part.columns.items()},
-            block_index=np.where(packed.token_index >= 0, index_in_block[packed_tokens][packed.token_index], -1),
+            block_index=np.where(packed.token_index >= 0, index_in_block[index_in_part][packed.token_index], -1),
             routing=None if routing is None else to_device(routing),
             teachers={
                 teacher: _teacher_tensors(by_row, part.sampled_lengths, local_sampled, to_device)
@@ -121,7 +121,7 @@ class MicroBatch:
                 if by_row
             },
             mtp=tuple(_mtp_targets(part, packed, depth, to_device) for depth in range(1, mtp_layers + 1)),
-            sampled_tokens=batch.sampled_tokens,
+            num_sampled_in_mini_batch=batch.sampled_tokens,
         )
 
 
@@ -167,7 +167,7 @@ def _mtp_targets(
     starts = np.repeat(part.cu_seqlens[:-1], part.sampled_lengths)  # first token of the row of each sampled token
     predictors = part.sampled_index - 1 - depth
     sampled, predictors = part.sampled_index[predictors >= starts], predictors[predictors >= starts]
-    local = packed.local_index[predictors]
+    local = packed.index_on_rank[predictors]
     return MtpTargets(to_device(local[local >= 0]), to_device(part.tokens[sampled[local >= 0]].astype(np.int64)))
 
 
@@ -191,9 +191,9 @@ def _teacher_tensors(
 
 
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
-    """Return the layout of a pack: (segments, packed_tokens [S], predictor_index [R]).
+    """Return the layout of a pack: (segments, index_in_part [S], predictor_index [R]).
 
-    The pack has S tokens. `packed_tokens` has, for each of the S tokens, its index in `part`. `predictor_index` says, for
+    The pack has S tokens. `index_in_part` has, for each of the S tokens, its index in `part`. `predictor_index` says, for
     each sampled token, which of the S tokens predicts it.
 
     If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one segment.
@@ -227,14 +227,14 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
     return segments, np.concatenate(indices), predicting
 
 
-def _routing(part: TokenBlock, packed_tokens: Ints, token_index: Ints) -> NDArray[np.int64]:
+def _routing(part: TokenBlock, index_in_part: Ints, token_index: Ints) -> NDArray[np.int64]:
     """Return the experts of this rank's tokens: [L, layers, topk].
 
     Padding, and tokens that the engine did not compute, are spread evenly over the experts. No sampled token depends
     on these tokens, so their experts do not influence the loss.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
-    experts = part.routed_experts[packed_tokens][token_index].astype(np.int64)
+    experts = part.routed_experts[index_in_part][token_index].astype(np.int64)
     unknown = (token_index < 0)[:, None, None] | (experts < 0)
     num_experts = int(part.routed_experts.max()) + 1
     topk = experts.shape[-1]

@@ -10,8 +10,8 @@ from test_transfer_plan import engine_parameters, tensors_of
 
 from models.architecture import Architecture
 from models.conversion.fp8_blocks import (
+    FP8_DTYPE,
     SCALE_SUFFIX,
-    VALUE_DTYPE,
     block_box,
     dequantize_blocks,
     quantize_blocks,
@@ -189,7 +189,7 @@ def test_every_engine_rank_receives_the_parameters_that_sglang_would_quantize(
             n + SCALE_SUFFIX for n in filled if filled[n].dtype == torch.float8_e4m3fn
         }
         for name, param in unquantized.items():
-            if layout.dtype_of(name, "bfloat16") == VALUE_DTYPE:
+            if layout.dtype_of(name, "bfloat16") == FP8_DTYPE:
                 values, scales = quantized_parameter(param)
                 assert same_bytes(filled[name], values) and same_bytes(filled[name + SCALE_SUFFIX], scales), name
             else:

@@ -121,7 +121,7 @@ def test_each_mtp_layer_predicts_a_sampled_token_once_from_earlier_tokens_of_its
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, rows, batch, packer, mtp_layers=layers)
         assert len(micro.mtp) == layers and micro.packed.later_tokens.shape == (layers, len(micro.tokens))
-        assert micro.sampled_tokens == 5
+        assert micro.num_sampled_in_mini_batch == 5
         for depth, (mtp, later) in enumerate(zip(micro.mtp, micro.packed.later_tokens, strict=True), 1):
             for index, token in zip(mtp.index.tolist(), mtp.targets.tolist(), strict=True):
                 row, position = place[token]

@@ -94,10 +94,10 @@ def test_positions_count_from_the_start_of_the_root_segment(segments, cp_size, t
 @given(trees(), cp_sizes, tp_multiples)
 def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
     for packed in all_ranks(segments, cp_size, tp_multiple):
-        for token, place in enumerate(packed.local_index.tolist()):
+        for token, place in enumerate(packed.index_on_rank.tolist()):
             assert packed.token_index[place] == token if place >= 0 else token not in packed.token_index
         for place, token in enumerate(packed.token_index.tolist()):
-            assert token < 0 or packed.local_index[token] == place
+            assert token < 0 or packed.index_on_rank[token] == place
 
 
 @many
@@ -423,7 +423,7 @@ def check_attention(
     columns = [
         random(len(packed.token_index), n, width) for n in (heads[0], heads[1], heads[1])
     ]  # padding tokens have random values too
-    where = torch.from_numpy(packed.local_index)
+    where = torch.from_numpy(packed.index_on_rank)
     cotangent = random(packed.num_tokens, heads[0] * width)
     ours = [column.clone().requires_grad_() for column in columns]
     theirs = [column.clone().requires_grad_() for column in columns]

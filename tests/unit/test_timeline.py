@@ -189,7 +189,7 @@ def test_the_rollout_sentences_give_the_work_of_engines_and_the_tail_of_requests
     found = text(driver(10.0, 3.0, 1.0), engine, worker)
     assert "The phase rollout takes the most time: the engines compute during 30% of the rollout." in found
     tail = "The tail of the rollout, after half of a step's requests have ended, takes 30% of the rollout."
-    assert f"Requests sample 1,000 tokens. {tail}" in found
+    assert f"In all, requests sampled 1,000 tokens. {tail}" in found
     assert "Rewards are computed during 15% of the rollout." in found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.architecture import Architecture
-from mrl.weight_sync.engine_layout import EMBEDDING, OUTPUT, EngineLayout
+from mrl.weight_sync.engine_layout import HF_EMBEDDING_WEIGHT, HF_OUTPUT_WEIGHT, EngineLayout
 
 Arrays = dict[str, NDArray]  # name -> tensor. Names: MODULE/out0, MODULE/in0, weight/PARAMETER, or trace points
 
@@ -106,7 +106,7 @@ class ForwardRecorder:
     def _weights(self, inputs: tuple, prefixes: Sequence[str]) -> list[tuple[str, Any]]:
         head = next((value for value in inputs if hasattr(value, "weight")), None)  # the module lm_head
         named = [(f"model.{name}", tensor) for name, tensor in self._model.named_parameters()]
-        named += [(OUTPUT, head.weight)] if head is not None else []
+        named += [(HF_OUTPUT_WEIGHT, head.weight)] if head is not None else []
         return [(name, tensor) for name, tensor in named if name.startswith(tuple(prefixes))]
 
 
@@ -171,9 +171,11 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
             whole = weights.setdefault(shard.name, np.zeros(shapes[shard.name], np.float32))
             part = param[shard.box_in_param(shard.box).slices]
             whole[shard.box.slices] = part.reshape(whole[shard.box.slices].shape)
-    if OUTPUT not in shapes and f"weight/{OUTPUT}" in ranks[0]:  # config.json ties the output layer to the embedding
-        rows = np.concatenate([arrays[f"weight/{OUTPUT}"] for arrays in ranks])
-        weights[OUTPUT] = rows[: shapes[EMBEDDING][0]]
+    if (
+        HF_OUTPUT_WEIGHT not in shapes and f"weight/{HF_OUTPUT_WEIGHT}" in ranks[0]
+    ):  # config.json ties the output layer to the embedding
+        rows = np.concatenate([arrays[f"weight/{HF_OUTPUT_WEIGHT}"] for arrays in ranks])
+        weights[HF_OUTPUT_WEIGHT] = rows[: shapes[HF_EMBEDDING_WEIGHT][0]]
     return weights
 
 
