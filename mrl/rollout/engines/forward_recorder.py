@@ -171,9 +171,8 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
             whole = weights.setdefault(shard.name, np.zeros(shapes[shard.name], np.float32))
             part = param[shard.box_in_param(shard.box).slices]
             whole[shard.box.slices] = part.reshape(whole[shard.box.slices].shape)
-    if (
-        HF_OUTPUT_WEIGHT not in shapes and f"weight/{HF_OUTPUT_WEIGHT}" in ranks[0]
-    ):  # config.json ties the output layer to the embedding
+    # config.json ties the output layer to the embedding
+    if HF_OUTPUT_WEIGHT not in shapes and f"weight/{HF_OUTPUT_WEIGHT}" in ranks[0]:
         rows = np.concatenate([arrays[f"weight/{HF_OUTPUT_WEIGHT}"] for arrays in ranks])
         weights[HF_OUTPUT_WEIGHT] = rows[: shapes[HF_EMBEDDING_WEIGHT][0]]
     return weights
