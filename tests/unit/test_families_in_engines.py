@@ -29,12 +29,12 @@ GEMMA_ROPE = GEMMA["rope_parameters"]
         (
             "gemma3",
             dict(rope_parameters=dict(GEMMA_ROPE, full_attention=YARN_ROPE)),
-            "has a scaled rotary embedding other",
+            "has RoPE scaling, except",
         ),
         (
             "gemma3",
             dict(rope_parameters=dict(GEMMA_ROPE, sliding_attention=GEMMA_ROPE["full_attention"])),
-            "other than linear scaling in layers with full attention, which SGLang silently ignores",
+            "except linear scaling in layers with full attention, which SGLang silently ignores",
         ),
         ("gpt_oss_plain", {}, "has tied embeddings, which SGLang silently ignores"),
         (
