@@ -21,7 +21,7 @@ from mrl.algorithms.objective import TokenWeighting
 from mrl.config.schema import CertifyConfig
 from mrl.core.types import Column, ReplicaBatch, TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import StepDump
-from mrl.workers.dp_partition import Packing, StepPartition, merge_rank_batches, partition_step
+from mrl.workers.dp_partition import Packing, StepPartition, merge_replica_batches, partition_step
 from mrl.workers.group import WorkerGroup
 from mrl.workers.trace_comparison import (
     TOLERANCES,
@@ -114,7 +114,7 @@ class ParityCheck:
         If the loss depends on the micro-batches, the batch has the micro-batches of all replicas of the layout instead.
         """
         if self.has_balancing_loss:
-            return merge_rank_batches(partition)
+            return merge_replica_batches(partition)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
         return partition_step(step, ParallelDims(), plain, self.weighting).replica_batches[0]
 
@@ -213,7 +213,7 @@ class StepReplay:
         step = partition_step(batch, dims, self.packing, self.weighting)
         actual = self._trace(block, dims, step.replica_batches, "layout")
         reference_batches = (
-            [merge_rank_batches(step)] if self.has_balancing_loss else self._reference_batches(batch, reference_dims)
+            [merge_replica_batches(step)] if self.has_balancing_loss else self._reference_batches(batch, reference_dims)
         )
         expected = self._trace(block, reference_dims, reference_batches, "against")
         return compare_step_traces(block, expected, actual, self.dtype)

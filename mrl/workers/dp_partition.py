@@ -109,7 +109,7 @@ def _groups(batch: TrainBatch) -> NDArray[np.int64]:
     return np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
 
 
-def merge_rank_batches(partition: StepPartition) -> ReplicaBatch:
+def merge_replica_batches(partition: StepPartition) -> ReplicaBatch:
     """Return a batch with the micro-batches of all replicas, as if there were only one replica."""
     micros = tuple(rows for batch in partition.replica_batches for rows in batch.micro_batches)
     return replace(partition.replica_batches[0], micro_batches=micros)

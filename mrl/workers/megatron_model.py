@@ -277,9 +277,8 @@ class MegatronModel:
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 raise NonFiniteGradientError(mini_batch, norm, _blame_loss(statistics, loss_name))
-            if (
-                self.arch.mtp_layers
-            ):  # Megatron clips the gradients of MTP layers separately; `norm` does not include them
+            # Megatron clips the gradients of MTP layers separately; `norm` does not include them
+            if self.arch.mtp_layers:
                 of_mtp = float(self.optimizer._compute_grad_norms_by_group()[MTP_GRAD_NORM_GROUP])
                 if not math.isfinite(of_mtp):
                     raise NonFiniteGradientError(mini_batch, of_mtp, "It is the gradient of the MTP layers.")

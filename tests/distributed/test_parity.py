@@ -11,7 +11,7 @@ from mrl.algorithms.losses import PPOClip, ValueLoss
 from mrl.algorithms.objective import AGGREGATIONS, TokenWeighting
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
+from mrl.workers.dp_partition import Packing, merge_replica_batches, partition_step
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -56,7 +56,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
     weighting = TokenWeighting(AGGREGATIONS[options.get("aggregation", "token_mean")])
     step = partition_step(batch, options.get("packs_of", dims), packing, weighting)
-    share = merge_rank_batches(step) if "packs_of" in options else step.replica_batches[dims.coords(rank).dp]
+    share = merge_replica_batches(step) if "packs_of" in options else step.replica_batches[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
         dims,

@@ -15,7 +15,7 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import (
     Packing,
     StepPartition,
-    merge_rank_batches,
+    merge_replica_batches,
     partition_step,
     split_mini_batches,
     step_weights,
@@ -289,7 +289,7 @@ def test_a_row_that_is_trained_twice_has_the_weight_of_two_rows_in_total():
 def test_merged_batches_have_the_micro_batches_of_all_replicas_in_order():
     batch = small_batch([0, 1, 2, 3])
     step = partition_step(batch, ParallelDims(dp=2), Packing(8, False, CostModel(1.0, 0.0)))
-    merged = merge_rank_batches(step)
+    merged = merge_replica_batches(step)
     expected = [rows.tolist() for one in step.replica_batches for rows in one.micro_batches]
     assert [rows.tolist() for rows in merged.micro_batches] == expected and len(expected) > 1
     assert merged.weights is step.replica_batches[0].weights

@@ -110,11 +110,11 @@ def test_a_step_gets_finished_groups_while_others_go_on(start):
 
 
 def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
-    server = HoldingEngine(40, 20)
-    next_row = iter([20, 40])
-    run = start(
-        StalenessBuffer(3, 0), server, before_scoring=lambda unscored: server.held.discard(next(next_row, None))
-    )
+    def release_next(unscored) -> None:
+        server.held.discard(min(server.held, default=None))
+
+    server = HoldingEngine(20, 40)
+    run = start(StalenessBuffer(3, 0), server, before_scoring=release_next)
     assert run.sample_step(0, [40, 5, 20], 0)
     assert run.scored == [[1], [2], [0]]
 
