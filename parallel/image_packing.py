@@ -43,7 +43,7 @@ def multimodal_positions(is_image: NDArray[np.bool_], grids: Ints, merge_size: i
         grids: [images, 3] number of patches of each image along time, height and width.
         merge_size: merge_size**2 patches are one token.
 
-    Raises AssertionError if the number of image tokens is not the number of tokens of all images.
+    Raises AssertionError if `is_image` marks another number of tokens than the images of `grids` have.
     """
     sizes = grids // (1, merge_size, merge_size)
     assert is_image.sum() == sizes.prod(1).sum(), f"{is_image.sum()} image tokens for images of {sizes.tolist()} tokens"
@@ -106,7 +106,8 @@ class SequenceImages:
         return start
 
     def pack(self, packed: PackedSequences, index_in_part: Ints) -> PackedSequences:
-        """Return `packed` with the images. `index_in_part`: for each real token of the pack, its index among the S tokens."""
+        """Return `packed` with the images. `index_in_part`: for each real token of the pack, its index among the S tokens
+        of the micro-batch's TokenBlock."""
         device, is_real = packed.position_ids.device, packed.token_index >= 0
         tokens = index_in_part[packed.token_index]  # for padding, the index is arbitrary
         output_index = np.where(is_real, self.output_index[tokens], -1)

@@ -40,7 +40,8 @@ class HFFolderWriter:
     """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
-    final name when all its tensors are written. The tensors have the names of the table. If the folder stacks the experts of a
+    final name when all its tensors are written. The tensors have their names in the rows of
+    the model family (`param_mappings`), in which each expert has tensors of its own. If the folder stacks the experts of a
     layer, each tensor of an expert is written to its slice of the stack (models/conversion/expert_stacks.py).
     """
 
@@ -51,7 +52,7 @@ class HFFolderWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         unchanged: Mapping[str, TensorSpec] | None = None,
     ) -> None:
-        """`tensors` are all tensors of the table, in order. A tensor larger than `max_shard_bytes` gets a file of its own.
+        """`tensors`: all tensors of the model, in file order. A tensor larger than `max_shard_bytes` gets a file of its own.
 
         `unchanged`: further tensors, which have no influence on the dtype in config.json.
         """
@@ -104,7 +105,8 @@ class HFFolderWriter:
             start += expert_slice.index * math.prod(shape) * ITEM_BYTES[dtype]
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(start)
-        # A storage that NumPy uses cannot be resized any more. Therefore NumPy gets a second storage over the same bytes.
+        # PyTorch cannot resize a storage that NumPy uses, and `out` may be the caller's tensor. So NumPy gets a second storage
+        # over the same bytes.
         alias = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
         self._open[file].write(alias.numpy().data)
         self._missing[file].remove(name)

@@ -39,12 +39,13 @@ class Layer:
 
 @dataclass
 class Structure:
-    """The parts of a model, and the problems: one line for each operator that a derived family cannot have."""
+    """The parts of a model, and the problems: one line for each operator that a family of `mrl family derive` cannot have."""
 
     outside_layers: dict[str, str] = field(default_factory=dict)  # embedding, final_norm, output -> name of the tensor
     layers: list[Layer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    error: float = 0.0  # largest difference of a norm or of a residual, divided by the largest output
+    # largest difference between formula and recorded output, over norms and residuals, divided by the largest output
+    error: float = 0.0
 
     @property
     def moe_layers(self) -> list[int]:
@@ -237,7 +238,7 @@ class _Connections:
     def _check_residual(self, block: str, output: Tensor, contribution: Tensor) -> None:
         factor = multiplier(output, contribution)
         if factor is None:
-            self.found.add_problem(f"residual: a layer does not add the output of {block} to its input")
+            self.found.add_problem(f"residual: the output of {block} is not added to the residual stream")
         elif factor != 1.0:
             fields = fields_with(self.model.all_fields, factor)
             self.found.add_problem(f"residual: the output of {block} is multiplied by {factor:.6g}{fields}")
@@ -254,7 +255,7 @@ def multiplier(block: Tensor, contribution: Tensor) -> float | None:
 
 
 def fields_with(fields: Mapping[str, Any], value: float) -> str:
-    """Return a remark that names each field whose number x gives `value` as x, 1 / x, sqrt(x) or 1 / sqrt(x)."""
+    """Return a remark with the fields whose number x has `value` = x, 1 / x, sqrt(x) or 1 / sqrt(x); empty if there is none."""
     names = [
         name
         for name, found in fields.items()

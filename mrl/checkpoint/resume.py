@@ -103,7 +103,8 @@ def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
-    If `check_hashes` is False, only the sizes of the checkpoint's files are compared. This takes less than a second. Raises
+    If `check_hashes` is False, the hash of state.json is compared, but only the sizes of the checkpoint's other files. This takes
+    less than a second. Raises
     ValueError if the run would overwrite results in the directory, if all checkpoints there are incomplete or damaged, or if
     `resume` names a folder without a complete and undamaged checkpoint.
     """
@@ -130,7 +131,7 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
 
 
 def continues_from_checkpoint(config: Config) -> bool:
-    """Return whether the run will continue from a checkpoint. Unlike `find_resume_point`, this function compares no hashes."""
+    """Return whether the run will continue from a checkpoint. It reads no file of a checkpoint except state.json."""
     store = CheckpointStore(Path(config.run.dir).resolve() / "checkpoints")
     return config.resume not in ("auto", "never") or store.latest() is not None
 
@@ -145,8 +146,8 @@ def _run_record(folder: Path, store: CheckpointStore) -> dict[str, Any] | None:
     except ValueError as error:
         if (newest := store.latest()) is None:
             raise ValueError(
-                f"{error} The run has no checkpoint with the same content; name another run.dir, or remove {folder} to start "
-                "again there."
+                f"{error} There is no checkpoint that also has the command and the config; name another run.dir, or "
+                f"remove {folder} to start again there."
             ) from None
         logger.warning("%s Command and config are taken from %s instead", error, newest.path)
         return dict(command="train", config=newest.state["config"])

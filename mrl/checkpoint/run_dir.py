@@ -98,7 +98,7 @@ def _in_use_error(folder: Path) -> StartError:
 def read_run_record(folder: Path) -> dict[str, Any] | None:
     """Return the command and config of the run in this folder; None if there is no run.
 
-    Raises ValueError if the file is damaged. Older versions of mrl wrote the file without a hash.
+    Raises ValueError if the file is damaged. A file without a hash, as older versions of mrl wrote it, is accepted.
     """
     path = folder / RUN_RECORD
     try:
@@ -117,7 +117,7 @@ def check_unused(folder: Path) -> None:
     """Raise ValueError if the folder has the results of a run."""
     for name in OUTPUTS:
         if (folder / name).exists():
-            raise ValueError(f"run.dir={folder}: the folder has {name} of another run; name another folder.")
+            raise ValueError(f"run.dir={folder}: the folder has {name} of a run; name another folder.")
 
 
 def _kill_leftovers(folder: Path) -> None:
@@ -144,8 +144,8 @@ class SampleLedger:
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
         offline: the row numbers of the step's rows from `data.offline.path`; absent if the run has no such rows
-        updates: for each optimizer step, weight version -> [count of tokens in the loss that this weight version sampled,
-            (sum of the token weights of these tokens) / (sum of all token weights)]. Token weights do not include corrections.
+        updates: for each optimizer step, weight version -> [number of trained tokens that this version sampled, sum of their
+            token weights / sum of all token weights]. The token weight is a token's factor in the loss, without corrections.
 
     When a run returns to a checkpoint, the lines of later steps are removed.
     """
@@ -224,7 +224,7 @@ class RunEvent:
     changed_files: int | None = 0  # number of files with changes that are not committed; None: unknown
     hosts: Sequence[Mapping[str, Any]] = ()  # name, CPUs and GPUs of each host
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version
-    outcome: str | None = None  # finished, failed, preempted, interrupted or unhealthy
+    outcome: str | None = None  # finished, failed, preempted, interrupted or unhealthy (trainer.on_unhealthy=stop)
     error: str | None = None  # message of the error that ended the run
 
 
@@ -320,7 +320,8 @@ def _package_versions() -> dict[str, str]:
 def _git_state() -> tuple[str | None, int | None]:
     """Return the commit of the working directory and the number of changed files.
 
-    The commit is None without git or a checkout. The number is None if git fails or does not answer in time.
+    Without git or a checkout, or if git does not name the commit in time, the commit is None and the number is 0. If git does not
+    list the files in time, the number is None.
     """
 
     def git(*arguments: str) -> bytes | None:

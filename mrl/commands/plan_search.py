@@ -41,8 +41,9 @@ from mrl.planner.trainer_time import WEIGHT_BYTES
 USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N [KEY=VALUE ...] [--json]
 
 Searches for the setting with the shortest predicted step and explains it (docs/how_to/out_of_memory.md). The search covers all
-parallel layouts of the trainers, all divisions of the GPUs between trainers and engines, the placements colocated and
-disaggregated, and all rollout modes. Reads config.json of the model, and prompts of data.train if they exist. Starts no process.
+parallel layouts of the trainers, all divisions of the GPUs between trainers and engines, the placement disaggregated with all
+rollout modes, and the placement colocated with the mode sync. Reads config.json of the model, and prompts of data.train if they
+exist. Starts no process.
 
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
@@ -185,8 +186,8 @@ def make_search(config: Config) -> LayoutSearch:
     """
     if roles := needed_roles(config, algorithm_of(config).required_inputs):
         raise ValueError(
-            f"roles.{next(iter(roles))}: mrl plan search counts neither the GPUs nor the memory and seconds of the models in "
-            "`roles`, only of actor, critic and engines; compare settings of this run with mrl plan memory."
+            f"roles.{next(iter(roles))}: mrl plan search plans for actor, critic and engines, and would ignore the GPUs, memory "
+            "and time of the models in `roles`; compare settings of this run with mrl plan memory."
         )
     hf = HFConfig.load(config.model.path, config.model.family, config.model.train_mtp)
     family = family_of(hf)
@@ -194,7 +195,7 @@ def make_search(config: Config) -> LayoutSearch:
     shape = model_shape(config, hf, arch)
     cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     fixed |= required_placement(config, fixed)
-    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # plan_model refuses cp > 1 here
+    if arch.window and not arch.has_sinks and not config.trainer.share_prompts:  # mrl train refuses cp > 1 then
         fixed = dict(cp=1) | fixed
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     adapters = ModelShape.of_adapters(family, arch, config.lora) if config.lora.rank else None

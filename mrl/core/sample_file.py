@@ -33,7 +33,7 @@ class TextSample:
     row: int  # index of the prompt's row in the data set
     weight_version: int  # weight version that sampled the first token
     num_tokens: int  # number of tokens that the policy sampled
-    truncated: bool  # whether the token limit (tool results count) or the turn limit ended the response
+    truncated: bool  # whether the token limit, which includes tool results, or the turn limit ended the response
     parts: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     failure: str | None = None  # why the response could not be scored; None: it was scored
     group: int | None = None  # index of the prompt among the step's prompts; None: written by an older version of mrl
@@ -57,7 +57,10 @@ class TextSample:
         return [None if a is None or b is None else a - b for a, b in pairs]
 
     def text(self, response: str | None = None) -> str:
-        """Return the sample as text for the terminal. `response` replaces the response, for example with colors."""
+        """Return the sample as text for the terminal.
+
+        If `response` is set (such as a colored copy), it is shown instead of the sample's own response.
+        """
         notes = [f"row {self.row}", f"{self.num_tokens} sampled tokens"]
         if self.truncated:
             notes.append("truncated (the limit also counts tool results)" if self.turns else "truncated")

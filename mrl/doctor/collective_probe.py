@@ -42,7 +42,8 @@ class RankResult:
     """Results of the all-reduces in which one rank took part."""
 
     rank: int
-    began: list[str] = field(default_factory=list)  # process groups whose all-reduce began on this rank
+    # `world` when its set-up began; then each process group whose all-reduce began on this rank
+    began: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # process group -> duration of its all-reduce
     problems: dict[str, str] = field(default_factory=dict)  # process group -> error
     backend: str = ""  # gloo or nccl; "" if no all-reduce began

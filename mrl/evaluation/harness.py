@@ -115,7 +115,7 @@ def _checked_words(line: str) -> list[str]:
     """Return the words of evaluate.harness. A ~ at the beginning of the first word is expanded.
 
     Raises ValueError if the line has a quote that is not closed, does not run lm_eval, has an option that mrl sets, or names no
-    tasks. Also raises ValueError if lm_eval is not installed.
+    tasks. Also raises ValueError if the first word is not an installed program.
     """
     try:
         words = shlex.split(line)
@@ -150,7 +150,7 @@ def run_harness(
     left, and HarnessError if the harness fails.
     """
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
-    # lm_eval creates a folder with the name of the model in plan.folder, so the model is converted into a folder beside it
+    # In plan.folder, lm_eval creates a folder with the model's name. So the converted model is beside plan.folder, not in it.
     scratch = plan.folder.with_name(f"harness_{CONVERTED_FOLDER_NAME}")
     shutil.rmtree(
         scratch, ignore_errors=True

@@ -183,7 +183,10 @@ def report_text(
     host_lines: Sequence[str] = (),
     extra_lines: Sequence[str] = (),
 ) -> str:
-    """Compose the text of a hang report. `reason`: its first line. `extra_lines`: its last lines."""
+    """Compose the text of a hang report.
+
+    `reason`: its first line. `host_lines`: lines about the hosts of the processes. `extra_lines`: its last lines.
+    """
     lines = [reason, "", f"Diagnosis: {diagnosis.sentence}.", ""]
     lines += [*host_lines, ""] if host_lines else []
     lines += ["Processes", *(f"  {describe_process(snapshot)}" for snapshot in snapshots), ""]

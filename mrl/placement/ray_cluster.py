@@ -45,8 +45,9 @@ from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
 from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
 
-# How long the node of a local cluster may take to start. Ray's own limit, 30 s, is too short on a busy machine.
-NODE_START_S = 120.0
+# The node of a local cluster may take at least this long to start, and longer if cluster.start_timeout_s is larger. Ray's own
+# limit, 30 s, is too short on a busy machine.
+MIN_NODE_START_S = 120.0
 
 MAX_PATH_BYTES = 41
 """Largest length of the path of Ray's folder.
@@ -165,12 +166,17 @@ def ray_cluster(
         plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
         settings = dict(object_store_memory=store) | settings
         try:
-            with environment_variables(further), _local_start(bool(settings["log_to_driver"])):
+            node_start_s = max(MIN_NODE_START_S, cluster.start_timeout_s)
+            with environment_variables(further), _local_start(bool(settings["log_to_driver"]), node_start_s):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception
-            raise ProcessesLostError(f"a process of Ray ended before the local cluster was ready: {error}") from error
+            logs = Path(plain["_temp_dir"]) / "session_latest/logs"
+            raise ProcessesLostError(
+                f"Ray did not start on this machine: {error} Ray's logs are in {logs}. If the machine is only busy, raise "
+                f"cluster.start_timeout_s={cluster.start_timeout_s:g}."
+            ) from error
     if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs a handler that would abort this process
     try:
@@ -211,17 +217,17 @@ def _free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def _local_start(log_to_driver: bool) -> Iterator[None]:
+def _local_start(log_to_driver: bool, node_start_s: float) -> Iterator[None]:
     """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
     does what the flags --no-monitor and --include-log-monitor of `ray start` do. Also, ray.init waits for the node up to
-    NODE_START_S seconds.
+    `node_start_s` seconds.
     """
     with_autoscaler, get_node = parameter.RayParams, services.get_node
     parameter.RayParams = partial(with_autoscaler, no_monitor=True, include_log_monitor=log_to_driver)
     # get_node raises RuntimeError as long as the node has not registered itself
-    stop, missing = stop_after_delay(NODE_START_S), retry_if_exception_type(RuntimeError)
+    stop, missing = stop_after_delay(node_start_s), retry_if_exception_type(RuntimeError)
     services.get_node = retry(retry=missing, stop=stop, wait=wait_fixed(0.2), reraise=True)(get_node)
     try:
         yield

@@ -39,7 +39,8 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
 SHOWN_STEPS = 24  # number of last steps that are shown
 ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
-SHOWN_PROBLEMS = 5  # largest number of shown warnings and errors: of the driver, and of all other processes together
+# At most so many warnings and errors of the driver are shown, and at most as many of all other processes together.
+SHOWN_PROBLEMS = 5
 SERIES = {
     "reward/mean": "mean reward",
     "throughput/tokens_per_s": "throughput",
@@ -65,12 +66,12 @@ class ProcessView:
     rank: int  # index of a trainer rank; -1 for other processes
     host: str
     pid: int
-    state: str  # RUNNING, REMOTE, DEAD or a value of STOPPED
+    state: str  # RUNNING, REMOTE, DEAD or one of the states in STOPPED
     activity: str = ""  # oldest activity that the process has not finished; "" if it has none
     other_activities: int = 0  # number of further unfinished activities
-    activity_s: float | None = None  # how long the activity has lasted; None for a dead process
-    use: Use | None = None  # None for a process of another host
-    load: EngineLoad | None = None  # load of an engine; None for other processes
+    activity_s: float | None = None  # how long the activity has lasted; None without one, and for a dead process
+    use: Use | None = None  # None for a dead process, and for a process of another host
+    load: EngineLoad | None = None  # load of an engine on this host; None if unknown, and for other processes
 
     @property
     def runs_here(self) -> bool:
@@ -280,7 +281,9 @@ def _state(
     processes: Sequence[ProcessView],
     has_steps: bool,
 ) -> str:
-    """Return the state of the run: "starting", "running", an outcome of starts.jsonl, or a note that no process runs here.
+    """Return the state of the run: "starting", "running", an outcome, or a note that no process runs here.
+
+    mrl.checkpoint.run_dir.RunEvent lists the outcomes.
 
     `events`: lines of starts.jsonl. `driver`: pid of the process that locks the run directory. `started_at`: time at which
     run.json was written.
@@ -338,7 +341,7 @@ def frame(view: RunView, height: int | None = None) -> RenderableType:
     if view.metrics:
         parts += [Text(), _step_table(view), _staleness(view)]
     if view.problems:
-        parts += [Text(), Text("last warnings and errors, newest first", style="bold")]
+        parts += [Text(), Text("last warnings and errors: driver, then others, each newest first", style="bold")]
         for line in view.problems:
             style = "red" if " error" in line[:20] else "yellow"
             parts.append(Text(line, style=style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))

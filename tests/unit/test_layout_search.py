@@ -338,11 +338,12 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         (["cluster=h100", "cluster.nodes=1", "plan.lengths=nowhere.jsonl"], "lengths=nowhere.jsonl"),
         (
             ["cluster=h100", "cluster.nodes=1", "algorithm=distill", "roles.teacher.path=large"],
-            "roles.teacher: mrl plan search counts neither the GPUs nor the memory and seconds of the models in `roles`",
+            "roles.teacher: mrl plan search plans for actor, critic and engines, and would ignore the GPUs, memory and time of "
+            "the models in `roles`",
         ),
         (
             ["cluster=h100", "cluster.nodes=1", "reward=served_judge", "roles.judge.path=large"],
-            "roles.judge: mrl plan search counts neither the GPUs",
+            "roles.judge: mrl plan search plans for actor, critic and engines",
         ),
     ],
 )

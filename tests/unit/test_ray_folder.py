@@ -1,11 +1,13 @@
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from ray._common.utils import try_to_create_directory
 
 from mrl.config.process_schema import ClusterConfig
+from mrl.core.run_errors import ProcessesLostError
 from mrl.placement import ray_cluster
 from mrl.placement.ray_cluster import private_ray_folder
 
@@ -114,6 +116,28 @@ def test_the_object_store_grows_with_the_machine_but_is_never_smaller_than_512_m
         assert ray_cluster.object_store_bytes(memory, shared_memory) == gib // 2
 
 
+@pytest.mark.parametrize(("timeout_s", "node_start_s"), [(600.0, 600.0), (1.0, ray_cluster.MIN_NODE_START_S)])
+def test_a_node_that_does_not_start_in_time_is_reported_with_its_logs_and_the_key(monkeypatch, timeout_s, node_start_s):
+    limits = []
+
+    def local_start(log_to_driver: bool, node_start_s: float):
+        limits.append(node_start_s)
+        return nullcontext()
+
+    def init(**options):
+        raise RuntimeError("The current node timed out.")
+
+    monkeypatch.setattr(ray_cluster, "_local_start", local_start)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    message = f"did not start .* timed out.*{ray_cluster.RAY}/session_latest/logs.*raise cluster.start_timeout_s={timeout_s:g}"
+    config = ClusterConfig(start_timeout_s=timeout_s)
+    with pytest.raises(ProcessesLostError, match=message), ray_cluster.ray_cluster(config):
+        pass
+    assert limits == [node_start_s]
+
+
 @pytest.mark.parametrize(("attempts", "limit_s"), [(4, 60.0), (10**9, 0.5)], ids=["in time", "too late"])
 def test_ray_waits_for_a_slow_node_up_to_a_limit(monkeypatch, attempts, limit_s):
     calls = []
@@ -124,9 +148,8 @@ def test_ray_waits_for_a_slow_node_up_to_a_limit(monkeypatch, attempts, limit_s)
             raise RuntimeError("no node yet")
         return "node"
 
-    monkeypatch.setattr(ray_cluster, "NODE_START_S", limit_s)
     monkeypatch.setattr(ray_cluster.services, "get_node", get_node)
-    with ray_cluster._local_start(log_to_driver=False):
+    with ray_cluster._local_start(log_to_driver=False, node_start_s=limit_s):
         if limit_s > 1:
             assert ray_cluster.services.get_node("address", "node") == "node" and len(calls) == attempts
         else:
