@@ -106,8 +106,11 @@ class SequenceImages:
         return start
 
     def pack(self, packed: PackedSequences, index_in_part: Ints) -> PackedSequences:
-        """Return `packed` with the images. `index_in_part`: for each real token of the pack, its index among the S tokens
-        of the micro-batch's TokenBlock."""
+        """Return `packed` with the images.
+
+        `index_in_part`: for each real token of the pack, its index among the S tokens of the micro-batch (a part of the
+        mini-batch).
+        """
         device, is_real = packed.position_ids.device, packed.token_index >= 0
         tokens = index_in_part[packed.token_index]  # for padding, the index is arbitrary
         output_index = np.where(is_real, self.output_index[tokens], -1)

@@ -1,4 +1,4 @@
-"""Runs the forward and backward passes of all micro-batches of one optimizer step through Megatron's pipeline schedules."""
+"""Runs the forward and backward passes of all micro-batches of a mini-batch through Megatron's pipeline schedules."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def run_forward_backward[O](
 
     Returns the outputs of each micro-batch on the last pipeline stage, and an empty list on other stages. `chunks` are this
     rank's virtual stages. With `forward_only`, no gradients are computed. A rank without micro-batches still takes part in
-    the gradient reduction. Therefore replicas may have different numbers of micro-batches if
-    `ParallelDims.equal_micro_batch_counts` is false.
+    the gradient reduction. So replicas may have different numbers of micro-batches, unless they send
+    tokens to each other's experts (`ParallelDims.equal_micro_batch_counts`).
 
     `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies the load-balancing loss of a pack by the
     pack's number of tokens, so `aux_scale` = 1 / (tokens of all packs of the optimizer step) gives the mean over tokens.

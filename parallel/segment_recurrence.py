@@ -41,8 +41,8 @@ class RecurrencePlan:
     row_of_token: Tensor | None
     # [L] index of the real token in each row of this rank, S for padding; None: the first S rows are the tokens, in order
     token_of_row: Tensor | None
-    # the inputs of the convolution: for each segment, indices of the `kernel - 1` tokens before the segment in its sequence (see
-    # `of`), and then of the segment's own tokens; S: no token
+    # inputs of the convolution: for each segment, the indices of the `kernel - 1` tokens before it in its sequence, then those of
+    # its own tokens. `kernel` is the argument of `of`. S: no token
     convolution_inputs: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
@@ -110,10 +110,10 @@ def _convolution_inputs(layout: PackLayout, count: int) -> Ints:
 
 
 def _chunk_forest(layout: PackLayout, chunk: int) -> tuple[Ints, Ints, Ints, list[Ints | None]]:
-    """Return the chunks of all segments, ordered by level.
+    """Order the chunks of all segments by level. Chunks are numbered through all segments, in the order of the segments.
 
-    The result is: the index of each segment's first chunk, counted segment by segment; the position of each chunk in the order
-    by level; the number of chunks of each level; and the field `previous` of RecurrencePlan.
+    Returns the number of each segment's first chunk; the position of each chunk in the order by level; the count of chunks of
+    each level; and the field `previous` of RecurrencePlan.
     """
     counts = -(-layout.lengths // chunk)
     first = np.cumsum(counts) - counts
@@ -188,8 +188,8 @@ def _scan(
     right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
-    # For each level: the values that a chunk writes if the state before the chunk is zero, and the factors by which this state
-    # changes these values.
+    # For each level: the values that a chunk writes if the state before the chunk is zero, and the matrices whose product with
+    # this state is subtracted from these values.
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
     reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)
@@ -214,8 +214,9 @@ def _decay_of_pairs(decay: Tensor) -> Tensor:
     ones = torch.ones(decay.size(-1), decay.size(-1), dtype=torch.bool, device=decay.device)
     later, same = ones.triu(1), ones.triu() & ones.tril()
     distance = decay[..., :, None] - decay[..., None, :]
-    # The distance of a token from itself is the constant 0, so no gradient flows from it to `decay`. Otherwise, two
-    # large terms of each token would cancel, and under strong decay their round-off would be larger than the gradients.
+    # The distance of a token from itself is the constant 0, so no gradient flows from it to `decay`. Otherwise, each entry of
+    # `decay` would get two large gradients of opposite sign. They cancel, but under strong decay their round-off would be
+    # larger than the true gradient.
     return distance.masked_fill(later, float("-inf")).masked_fill(same, 0.0).exp()
 
 

@@ -241,8 +241,7 @@ class ClusterConfig:
     address: str | None = key(None, "Address of a running Ray cluster. Default: the run starts Ray on this machine.")
     start_timeout_s: float = key(
         600.0,
-        "Time limit for all engines and trainer ranks to become ready. After it, a hang report is written. Ray has the same time"
-        " to start on this machine, but at least 120 s.",
+        "Time limit for all engines and trainer ranks to become ready. After it, a hang report is written.",
         "s",
         above=0,
     )

@@ -68,7 +68,8 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 def with_variable(name: str, value: str) -> list[psutil.Process]:
     """Return the processes that inherited an environment variable with this value, except this process and its ancestors.
 
-    After a fork without exec, a process shows the environment of the program that forked it.
+    The kernel shows the environment with which a program was executed. So a process that was forked without exec is found if the
+    program that forked it was executed with this variable.
     """
     own = psutil.Process()
     excluded = {own.pid, *(each.pid for each in own.parents())}
@@ -187,9 +188,9 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
 def _exit(reason: BaseException | None) -> NoReturn:
     """End this process at once. `reason`: the exception that ends the run; None if the run is finished.
 
-    The function that `call_before_exit` has set tells the supervisor that the command has ended. This function is not called if
-    the run is finished, or if the run lost processes while it was starting. In both cases, the supervisor starts the command
-    again. If the run is finished, the new process only prints the result.
+    The function that `call_before_exit` has set tells the supervisor not to start the command again. It is not called in two
+    cases, so that the supervisor starts the command again: if the run lost processes while it was starting, and if the run is
+    finished and only its processes hang. In the second case, the new process only prints the result.
     """
     sys.stdout.flush()
     if reason is not None and not isinstance(reason, StartupLostError):

@@ -1,10 +1,10 @@
 """Step dumps: folders with all inputs of a training step, without pickles. `mrl replay` repeats the step under any layout.
 
-step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of every file
+step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of the other files
                 batch.npz             tokens and columns of all rows, as the trainer ranks received them
                 mini_batches.npz      prompt index of each row; per mini-batch: rows to train, and rows in the loss denominators
                 rng_00000.safetensors states of the random number generators, one file per rank
-                weights/              Hugging Face folder of the weights before the mini-batch, if the dump contains weights
+                weights/              Hugging Face folder of the weights before the step; in dumps of spikes, it is absent
 
 Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights of step 6. If a training step
 calls `update` several times, each update has a dump of its own. The folder of the second update is step_000007_update_2.
@@ -46,7 +46,7 @@ class WeightsLocation:
     """Where the weights for a replay are stored."""
 
     path: str  # folder with the weights: an absolute path, or a path relative to the step dump
-    step: int  # weight version, which is the number of steps that have trained these weights
+    step: int  # weight version: number of finished steps of the run
     checkpoint: bool = False  # True: a Megatron checkpoint; False: a Hugging Face folder
     hf_folder: str = ""  # for a Megatron checkpoint: a Hugging Face folder of the same model
 
@@ -193,7 +193,8 @@ class StepDumpRecorder:
     It dumps the steps in `settings.steps`, each step with a gradient that is not finite, and steps with a spike. A step has a
     spike if its gradient norm is much larger than the median of the recent steps.
 
-    The trainer ranks write the dumps. They fetch the tokens from Ray's object store, so no token passes through the driver.
+    The trainer ranks write the tokens, the states of the generators and the weights. They fetch the tokens from Ray's object
+    store, so no token passes through the driver.
     """
 
     folder: Path  # RUN/step_dumps
@@ -295,7 +296,9 @@ class StepDumpRecorder:
         return self.folder / description.folder_name
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
-        """Make the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""
+        """Make the trainer ranks write their parts of the dump, and write the mini-batches.
+
+        The trainer ranks also write the current weights, unless `description` names weights outside the dump or no weights."""
         folder, batch = self._path(description), update.mini_batches[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

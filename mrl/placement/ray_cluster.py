@@ -8,18 +8,21 @@ other users of the machine could read the logs and replace the sockets. Therefor
 the user of the run can enter.
 """
 
+import inspect
 import logging
 import os
 import secrets
 import shutil
 import signal
+import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,19 @@ from ray import cloudpickle
 from ray._private import (
     parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_local_start`
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
-    services,  # private: Ray has no setting for the time that a node may take to start
+    services,  # private: Ray has no setting for the times that a node and its agents may take to start
 )
 from ray._private.utils import (
     estimate_available_memory,
 )  # private: Ray compares the object store's size with the result
+from ray._raylet import (  # private, for the same reason
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    persist_port,
+)
 from ray.job_config import JobConfig
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
@@ -45,9 +54,10 @@ from mrl.core.processes import shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
 from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
 
-# The node of a local cluster may take at least this long to start, and longer if cluster.start_timeout_s is larger. Ray's own
-# limit, 30 s, is too short on a busy machine.
-MIN_NODE_START_S = 120.0
+# How long the node of a local cluster may take to start. Ray's own limit, 30 s, is too short on a busy machine.
+NODE_START_S = 120.0
+# mrl chooses the port of Ray's agent for runtime environments among these. The kernel assigns larger ports to other programs.
+AGENT_PORTS = range(20000, 32000)
 
 MAX_PATH_BYTES = 41
 """Largest length of the path of Ray's folder.
@@ -110,7 +120,7 @@ PROCESS_ENV = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1", "TOKEN
 PROCESS_ENV |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "SPT_NOENV": "1"}
 SHARED_MEMORY = Path("/dev/shm")  # folder in which Ray creates the object store
 MIN_OBJECT_STORE_BYTES = 512 * 1024**2  # smallest object store of a local cluster
-POLL_INTERVAL_S = 0.5  # missing_nodes waits this long between two reads of the list of nodes
+POLL_INTERVAL_S = 0.2  # time between two questions whether nodes have started
 
 
 def copy_for_actor[T](value: T) -> T:
@@ -166,17 +176,13 @@ def ray_cluster(
         plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
         settings = dict(object_store_memory=store) | settings
         try:
-            node_start_s = max(MIN_NODE_START_S, cluster.start_timeout_s)
-            with environment_variables(further), _local_start(bool(settings["log_to_driver"]), node_start_s):
+            with environment_variables(further), _local_start(bool(settings["log_to_driver"])):
                 ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception
             logs = Path(plain["_temp_dir"]) / "session_latest/logs"
-            raise ProcessesLostError(
-                f"Ray did not start on this machine: {error} Ray's logs are in {logs}. If the machine is only busy, raise "
-                f"cluster.start_timeout_s={cluster.start_timeout_s:g}."
-            ) from error
+            raise ProcessesLostError(f"Ray did not start on this machine: {error} Ray's logs are in {logs}.") from error
     if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs a handler that would abort this process
     try:
@@ -217,22 +223,59 @@ def _free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def _local_start(log_to_driver: bool, node_start_s: float) -> Iterator[None]:
+def _local_start(log_to_driver: bool) -> Iterator[None]:
     """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
-    does what the flags --no-monitor and --include-log-monitor of `ray start` do. Also, ray.init waits for the node up to
-    `node_start_s` seconds.
+    does what the flags --no-monitor and --include-log-monitor of `ray start` do.
+
+    Also, Ray's main process on the node, raylet, does not wait for its two agents, which are Python programs. It would end if the
+    agents did not write their ports to files within 15 s (issue 65983 of Ray), as on a busy machine or a slow disk. Therefore
+    this context writes these files before raylet starts. The port -1 says that no process uses the dashboard agent.
+
+    ray.init waits for the node up to NODE_START_S seconds, but not longer than raylet lives.
     """
-    with_autoscaler, get_node = parameter.RayParams, services.get_node
-    parameter.RayParams = partial(with_autoscaler, no_monitor=True, include_log_monitor=log_to_driver)
-    # get_node raises RuntimeError as long as the node has not registered itself
-    stop, missing = stop_after_delay(node_start_s), retry_if_exception_type(RuntimeError)
-    services.get_node = retry(retry=missing, stop=stop, wait=wait_fixed(0.2), reraise=True)(get_node)
+    raylets: list[subprocess.Popen[bytes]] = []
+    params, start, get_node = parameter.RayParams, services.start_raylet, services.get_node
+
+    def start_raylet(*arguments: Any, **options: Any) -> Any:
+        given = inspect.signature(start).bind(*arguments, **options).arguments
+        ports = {METRICS_AGENT_PORT_NAME: -1, METRICS_EXPORT_PORT_NAME: -1, DASHBOARD_AGENT_LISTEN_PORT_NAME: -1}
+        for name, port in (ports | {RUNTIME_ENV_AGENT_PORT_NAME: given["runtime_env_agent_port"]}).items():
+            persist_port(given["session_dir"], given["node_id"], name, port)
+        info = start(*arguments, **options)
+        raylets.append(info.process)
+        return info
+
+    def wait_for_node(*arguments: Any) -> Any:
+        end = time.monotonic() + NODE_START_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError as error:
+                # The node has not registered itself. The errors below are no RuntimeErrors, because Ray would call this again.
+                if ended := [raylet.returncode for raylet in raylets if raylet.poll() is not None]:
+                    raise ChildProcessError(f"raylet ended with status {ended[0]}; raylet.err says why.") from error
+                if time.monotonic() > end:
+                    raise TimeoutError(f"raylet did not register its node within {NODE_START_S:g} s.") from error
+            time.sleep(POLL_INTERVAL_S)
+
+    agent = dict(runtime_env_agent_port=_free_port())
+    parameter.RayParams = partial(params, no_monitor=True, include_log_monitor=log_to_driver, **agent)
+    services.start_raylet, services.get_node = start_raylet, wait_for_node
     try:
         yield
     finally:
-        parameter.RayParams, services.get_node = with_autoscaler, get_node
+        parameter.RayParams, services.start_raylet, services.get_node = params, start, get_node
+
+
+def _free_port() -> int:
+    """Return a random port of AGENT_PORTS at which no process listens on the loopback interface."""
+    while True:
+        port = secrets.choice(AGENT_PORTS)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def _restrict_to_loopback() -> None:

@@ -1,6 +1,7 @@
 import os
 import stat
-from contextlib import nullcontext
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,30 +117,41 @@ def test_the_object_store_grows_with_the_machine_but_is_never_smaller_than_512_m
         assert ray_cluster.object_store_bytes(memory, shared_memory) == gib // 2
 
 
-@pytest.mark.parametrize(("timeout_s", "node_start_s"), [(600.0, 600.0), (1.0, ray_cluster.MIN_NODE_START_S)])
-def test_a_node_that_does_not_start_in_time_is_reported_with_its_logs_and_the_key(monkeypatch, timeout_s, node_start_s):
-    limits = []
-
-    def local_start(log_to_driver: bool, node_start_s: float):
-        limits.append(node_start_s)
-        return nullcontext()
-
-    def init(**options):
-        raise RuntimeError("The current node timed out.")
-
-    monkeypatch.setattr(ray_cluster, "_local_start", local_start)
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
-    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    message = f"did not start .* timed out.*{ray_cluster.RAY}/session_latest/logs.*raise cluster.start_timeout_s={timeout_s:g}"
-    config = ClusterConfig(start_timeout_s=timeout_s)
-    with pytest.raises(ProcessesLostError, match=message), ray_cluster.ray_cluster(config):
-        pass
-    assert limits == [node_start_s]
+NODE_ID = "7" * 56
 
 
-@pytest.mark.parametrize(("attempts", "limit_s"), [(4, 60.0), (10**9, 0.5)], ids=["in time", "too late"])
-def test_ray_waits_for_a_slow_node_up_to_a_limit(monkeypatch, attempts, limit_s):
+class Raylet:
+    """A process of which Ray has started; `returncode` None: it is alive."""
+
+    def __init__(self, returncode: int | None) -> None:
+        self.process, self.returncode = self, returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("attempts", "limit_s", "status", "message"),
+    [
+        (4, 60.0, None, None),
+        (
+            10**9,
+            0.3,
+            None,
+            r"did not start on this machine: raylet did not register its node within 0.3 s\. Ray's logs are in",
+        ),
+        (
+            10**9,
+            60.0,
+            -6,
+            r"did not start on this machine: raylet ended with status -6; raylet\.err says why\. Ray's logs are in",
+        ),
+    ],
+    ids=["in time", "too late", "raylet ended"],
+)
+def test_ray_init_waits_for_a_slow_node_up_to_a_limit_and_as_long_as_raylet_lives(
+    monkeypatch, tmp_path, attempts, limit_s, status, message
+):
     calls = []
 
     def get_node(address: str, node: str) -> str:
@@ -148,11 +160,50 @@ def test_ray_waits_for_a_slow_node_up_to_a_limit(monkeypatch, attempts, limit_s)
             raise RuntimeError("no node yet")
         return "node"
 
+    def start_raylet(node_id: str, session_dir: str, runtime_env_agent_port: int) -> Raylet:
+        return Raylet(status)
+
+    def init(**options):
+        node_params = ray_cluster.parameter.RayParams()
+        ray_cluster.services.start_raylet(
+            NODE_ID, str(tmp_path), runtime_env_agent_port=node_params.runtime_env_agent_port
+        )
+        assert ray_cluster.services.get_node("address", "node") == "node"
+        raise ValueError("the node has started")
+
+    monkeypatch.setattr(ray_cluster, "NODE_START_S", limit_s)
     monkeypatch.setattr(ray_cluster.services, "get_node", get_node)
-    with ray_cluster._local_start(log_to_driver=False, node_start_s=limit_s):
-        if limit_s > 1:
-            assert ray_cluster.services.get_node("address", "node") == "node" and len(calls) == attempts
-        else:
-            with pytest.raises(RuntimeError, match="no node yet"):
-                ray_cluster.services.get_node("address", "node")
+    monkeypatch.setattr(ray_cluster.services, "start_raylet", start_raylet)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_restrict_to_loopback", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    expected = (
+        pytest.raises(ProcessesLostError, match=message) if message else pytest.raises(ValueError, match="has started")
+    )
+    with expected, ray_cluster.ray_cluster(ClusterConfig()):
+        pass
     assert ray_cluster.services.get_node is get_node and set(calls) == {("address", "node")}
+    assert len(calls) == attempts or message
+    written = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
+    runtime_env_agent = written.pop(f"runtime_env_agent_port_{NODE_ID}")
+    assert runtime_env_agent in ray_cluster.AGENT_PORTS and set(written.values()) == {-1} and len(written) == 3
+
+
+SLOW_AGENTS = """
+import sys, time
+if any(name in argument for argument in sys.orig_argv for name in ("dashboard/agent.py", "runtime_env/agent/main.py")):
+    time.sleep(600)
+"""
+
+
+def test_ray_starts_although_its_agents_are_slow(tmp_path):
+    """Without the files that mrl writes, raylet ends after 15 s."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
+    code = (
+        "import ray; from mrl.placement.ray_cluster import *\n"
+        "with ray_cluster(ClusterConfig(), 1):\n"
+        "    print(ray.get(ray.remote(lambda: 42).remote()))"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and result.stdout.split() == ["42"], result.stderr
