@@ -1,7 +1,7 @@
 """This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`patch_megatron_for_cpu()` must run before the first import from Megatron. If CUDA is available, that function only hides
-libraries that cannot be imported. Megatron-Core 0.19 always uses `torch.cuda` for streams, RNG state and new tensors
+`patch_megatron_for_cpu()` must run before the first import from Megatron. If CUDA is available, that function patches nothing,
+but hides libraries that cannot be imported. Megatron-Core 0.19 always uses `torch.cuda` for streams, RNG state and new tensors
 (`device="cuda"`). On a CPU, the patches redirect these calls to their `torch.cpu` counterparts.
 """
 
@@ -135,8 +135,10 @@ def can_use_transformer_engine() -> bool:
 def _is_usable(module: str, library: str, otherwise: str) -> bool:
     """Whether `module`, which loads the compiled code of a library, can be imported.
 
-    If the library is installed but its import fails, log the reason and hide the library from later imports. Otherwise, Megatron
-    would import the library again, and the error would end the process. `otherwise`: what this process uses without the library.
+    If the library is installed but its import fails, log the reason and hide the library from later imports. If the library were
+    not hidden, Megatron would import it again, and the error would end the process.
+
+    `otherwise`: what this process uses without the library.
     """
     package = module.partition(".")[0]
     if find_spec(package) is None:
@@ -264,7 +266,7 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace the functions of Megatron's MoE token dispatcher that need CUDA or NCCL."""
+    """Replace a function of Megatron's MoE token dispatcher, and two collectives of torch.distributed, that need CUDA or NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):  # Megatron's function converts only GPU tensors to numpy
@@ -309,7 +311,7 @@ def _uneven_reduce_scatter(even):
 def patch_megatron_for_cpu() -> None:
     """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent.
 
-    If CUDA is available, this function patches nothing. It only hides libraries that cannot be imported (see `capabilities`).
+    If CUDA is available, this function patches nothing, but calls `capabilities`, which hides libraries that cannot be imported.
     """
     if has_cuda():
         capabilities()

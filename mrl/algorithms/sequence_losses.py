@@ -92,12 +92,12 @@ class OPMD(PolicyLoss):
     constant. The other two terms have the gradient of the paper, -(A - tau D) grad log pi(y) (eq. 3).
 
     The loss of a token is -A log r + tau D^2 / (2 |y|). The sum over a response is the loss of the response. With
-    `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. With
-    sequence_mean, the sum is also divided by |y|.
+    `algorithm.aggregation=fixed_length`, this sum is multiplied by the same constant for all responses. sequence_mean divides
+    this sum by |y|, so it does not give the loss of the paper.
 
     A should be the reward minus the mean reward of the group (GRPO with `scale_rewards=none`), as the authors do in practice,
-    or the reward minus tau log Z, which the advantage estimator LogMeanExp computes. A response with advantage 0 also has a
-    gradient, towards the old policy.
+    or the reward minus tau log Z, where Z is the mean of exp(reward / tau) over the group. The advantage estimator LogMeanExp
+    computes this difference. A response with advantage 0 also has a gradient, towards the old policy.
     """
 
     zero_at_zero_advantage: ClassVar[bool] = False

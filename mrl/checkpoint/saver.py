@@ -89,7 +89,7 @@ class CheckpointSaver:
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     run_description: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
-    # with the argument n, removes the first n steps of the run from the rollout log
+    # with the argument n, removes the first n steps of the run from run.dir/rollout_log
     discard_rollout_log: Callable[[int], None]
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
@@ -101,7 +101,7 @@ class CheckpointSaver:
         self._folder = os.open(self.run_dir, os.O_RDONLY)  # stays open; `check_in_place` compares it with the path
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint if one is due, finish a pending checkpoint, and write an export if one is due.
+        """Finish the pending checkpoint if its files are written or the next one is due; begin a checkpoint or an export if due.
 
         A failure is logged, and the run continues. `state`: state of the driver. `metrics`: metrics of the last step. Raises
         RunDirMovedError if the run directory was moved, deleted or replaced. The methods `save_now` and `finish` raise this
@@ -220,7 +220,7 @@ class CheckpointSaver:
         keep = self.schedule.keep_last_exports
         for old in steps[:-keep] if keep else []:
             folder = self.run_dir / "exports" / f"step_{old:06d}"
-            # The folder is renamed first: if the process is killed during the removal, no incomplete folder has the old name.
+            # The folder is renamed first: if the process is killed during the removal, no incomplete folder has the name step_N.
             folder.rename(folder.with_name(f".{folder.name}.old"))
         for word in ("new", "old"):
             for remains in (self.run_dir / "exports").glob(f".step_*.{word}"):

@@ -65,7 +65,7 @@ def learning_charts(run: RecordedRun) -> list[dict[str, Any]]:
 def overlaid_charts(runs: Mapping[int, RecordedRun], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return at most two charts for each entry of CHARTS, one for each of its first two recorded metrics.
 
-    A chart has one curve for each run. A key of `runs` is the index of the run's label, and the number of its color.
+    A chart has one curve for each run. `runs`: n -> a run; labels[n] is its label, and n selects its color.
     """
     charts = []
     for title, chosen in _recorded_charts(list(runs.values())):
@@ -211,7 +211,7 @@ def mean_component_times(run: RecordedRun) -> list[tuple[str, float]]:
 
 
 def time_text(run: RecordedRun) -> str:
-    """Say how long a step takes on average, and which share of this time each component takes."""
+    """Say how long a step takes on average, and which share of this time each component takes (if 0.5 % or more)."""
     shares = component_shares(run)
     if not shares:
         return "Not recorded: no step has time/step_s and component_time/*."
@@ -236,13 +236,13 @@ def time_sentences(run: RecordedRun) -> list[str]:
 
 
 def _idle_text(run: RecordedRun) -> str:
-    """Say during which share of a step the slowest trainer rank computes. Returns "" if this share is unknown."""
+    """Say during which share of a step the slowest trainer rank trains. Returns "" if this share is unknown."""
     share = component_shares(run).get("megatron")
     if share is None:
         return ""
     return (
-        f"The slowest trainer rank computes during {percent(share)} of a step. In the other {percent(1 - share)}, the trainer "
-        "ranks wait. Engines on the same GPUs can use this time."
+        f"The slowest trainer rank trains during {percent(share)} of a step. In the other {percent(1 - share)}, the ranks "
+        "compute log-probabilities or wait. Engines on the same GPUs can use the time in which they wait."
     )
 
 
