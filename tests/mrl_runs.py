@@ -111,7 +111,7 @@ class MrlRun(RunFolder):
         `timeout_s`: seconds on an idle machine; PATIENCE multiplies it. On a busy machine, in which each process has a fraction
         of a core, a second counts as this fraction. The timeout of pytest still counts whole seconds.
         """
-        begin, counted_s = time.monotonic(), 0.0
+        begin, counted_s, cores = time.monotonic(), 0.0, os.cpu_count() or 1
         while self.process.poll() is None:
             if counted_s > PATIENCE * timeout_s:
                 self.process.send_signal(signal.SIGTERM)
@@ -120,7 +120,7 @@ class MrlRun(RunFolder):
             last = time.monotonic()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            counted_s += (time.monotonic() - last) * min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 1e-9))
+            counted_s += (time.monotonic() - last) * cores / max(cores, os.getloadavg()[0])
         return self
 
     def tagged(self) -> list[psutil.Process]:

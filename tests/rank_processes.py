@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkContext, SpawnContext
 from typing import Any
 
-from mrl.rollout.engines.server import PortLease
+from mrl.core.processes import PortLease
 
 
 def prepare_fork() -> None:

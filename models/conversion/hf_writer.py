@@ -40,9 +40,9 @@ class HFFolderWriter:
     """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
-    final name when all its tensors are written. The tensors have their names in the rows of
-    the model family (`param_mappings`), in which each expert has tensors of its own. If the folder stacks the experts of a
-    layer, each tensor of an expert is written to its slice of the stack (models/conversion/expert_stacks.py).
+    final name when all its tensors are written. The tensors have their names in the rows of the model family
+    (`param_mappings`), in which each expert has tensors of its own. If the folder stacks the experts of a layer, each tensor of
+    an expert is written to its slice of the stack (models/conversion/expert_stacks.py).
     """
 
     def __init__(

@@ -104,9 +104,8 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
     """Find the checkpoint that the key `resume` selects for this run directory.
 
     If `check_hashes` is False, the hash of state.json is compared, but only the sizes of the checkpoint's other files. This takes
-    less than a second. Raises
-    ValueError if the run would overwrite results in the directory, if all checkpoints there are incomplete or damaged, or if
-    `resume` names a folder without a complete and undamaged checkpoint.
+    less than a second. Raises ValueError if the run would overwrite results in the directory, if all checkpoints there are
+    incomplete or damaged, or if `resume` names a folder without a complete and undamaged checkpoint.
     """
     folder = Path(config.run.dir).resolve()
     store = CheckpointStore(folder / "checkpoints")

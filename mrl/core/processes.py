@@ -1,4 +1,4 @@
-"""Finds and ends operating system processes: orphans of a command, and processes that a run left behind.
+"""Finds and ends processes: orphans of a command, and processes that a run left behind. Reserves ports for new processes.
 
 The processes of a run end in this order, within a limited time:
 
@@ -9,14 +9,19 @@ The processes of a run end in this order, within a limited time:
 """
 
 import ctypes
+import fcntl
 import logging
 import os
+import random
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -220,3 +225,53 @@ def end_orphans(variable: str, value: str) -> None:
     own = {each.pid for each in descendants()}
     if ended := end_processes(each for each in with_variable(variable, value) if each.pid not in own):
         logger.info("ended %d processes that the run left behind", len(ended))
+
+
+FIRST_PORT, LAST_PORT = 20000, 32000
+"""Range of ports that may be reserved. The kernel uses other ports, from 32768, for outgoing connections."""
+
+
+class PortLease:
+    """Reservation of a free port of this machine. No other mrl process of this user can reserve the same port.
+
+    SGLang and Ray's agents bind their ports several seconds after mrl has chosen them. A socket that keeps the port bound until
+    then would block them. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a child
+    process that inherits the descriptor keeps the reservation.
+    """
+
+    def __init__(self) -> None:
+        """Reserve a free port. Raises RuntimeError if no port is free."""
+        folder = Path(tempfile.gettempdir()) / f"mrl-ports-{os.getuid()}"
+        folder.mkdir(exist_ok=True)
+        candidates = range(FIRST_PORT, LAST_PORT)
+        for port in random.SystemRandom().sample(candidates, len(candidates)):
+            fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            if self._lock(fd) and _is_free(port):
+                self.port, self.fd = port, fd
+                return
+            os.close(fd)
+        raise RuntimeError(
+            f"no free port in {FIRST_PORT}-{LAST_PORT}: all ports are in use or reserved (lock files in {folder})."
+        )
+
+    @staticmethod
+    def _lock(fd: int) -> bool:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close this process's descriptor. The reservation ends when the processes that inherited it have closed it, too."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True

@@ -298,7 +298,8 @@ class StepDumpRecorder:
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
         """Make the trainer ranks write their parts of the dump, and write the mini-batches.
 
-        The trainer ranks also write the current weights, unless `description` names weights outside the dump or no weights."""
+        The trainer ranks also write the current weights, unless `description` names weights outside the dump or no weights.
+        """
         folder, batch = self._path(description), update.mini_batches[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from mrl.core.processes import PortLease
 from mrl.doctor.checks import gpu_checks, host_checks, network_checks
 from mrl.doctor.collective_probe import (
     START_TIMEOUT_S,
@@ -27,7 +28,6 @@ from mrl.doctor.gather import host_probe, network_probe
 from mrl.doctor.gather.host_probe import read_gpus
 from mrl.doctor.host_facts import ClusterFacts, CollectiveResult, FolderFacts, HostFacts, Requirements
 from mrl.doctor.rendezvous import Rendezvous
-from mrl.rollout.engines.server import PortLease
 
 CONNECT_TIMEOUT_S = 3.0  # longest wait for a connection to cluster.address, and for scontrol
 CONFIG_TIMEOUT_S = 60.0  # time for the first host to read the config from a slow disk

@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,12 @@ from mrl.config.process_schema import ClusterConfig
 from mrl.config.ray_settings import init_arguments
 from mrl.config.secrets import ENGINE_KEY, ENGINE_KEYS, engine_key
 from mrl.core.code_locations import environment_variables, import_environment, python_path
-from mrl.core.processes import shutdown_deadline
+from mrl.core.processes import PortLease, shutdown_deadline
 from mrl.core.run_errors import ProcessesLostError
 from mrl.hang_report.network_interfaces import INTERFACE_VARIABLES, LOOPBACK, interface_variables, network_variables
 
 # How long the node of a local cluster may take to start. Ray's own limit, 30 s, is too short on a busy machine.
 NODE_START_S = 120.0
-# mrl chooses the port of Ray's agent for runtime environments among these. The kernel assigns larger ports to other programs.
-AGENT_PORTS = range(20000, 32000)
 
 MAX_PATH_BYTES = 41
 """Largest length of the path of Ray's folder.
@@ -160,36 +157,40 @@ def ray_cluster(
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     process_env = PROCESS_ENV | {"OMP_NUM_THREADS": str(cluster.cpu_threads)}
     further = import_environment() | dict(variables or {})
-    if cluster.address:
-        env = process_env | network_variables(os.environ) | further | {"PYTHONPATH": python_path()}
-        ray.init(
-            address=cluster.address,
-            runtime_env={"env_vars": env, "worker_process_setup_hook": _worker_setup()},
-            job_config=_RunJobConfig(),
-            **settings,
-        )
-    else:
-        os.environ.update(process_env)  # every process of a local cluster inherits these variables
-        _restrict_to_loopback()
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
-        store = object_store_bytes(estimate_available_memory(), _free_bytes(SHARED_MEMORY))
-        plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
-        settings = dict(object_store_memory=store) | settings
+    with ExitStack() as stack:
+        if cluster.address:
+            env = process_env | network_variables(os.environ) | further | {"PYTHONPATH": python_path()}
+            ray.init(
+                address=cluster.address,
+                runtime_env={"env_vars": env, "worker_process_setup_hook": _worker_setup()},
+                job_config=_RunJobConfig(),
+                **settings,
+            )
+        else:
+            os.environ.update(process_env)  # every process of a local cluster inherits these variables
+            _restrict_to_loopback()
+            lease = stack.enter_context(closing(PortLease()))  # for Ray's agent, until Ray has ended
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of workers by default
+            store = object_store_bytes(estimate_available_memory(), _free_bytes(SHARED_MEMORY))
+            plain = dict(include_dashboard=False, _temp_dir=str(private_ray_folder()))
+            settings = dict(object_store_memory=store) | settings
+            try:
+                with environment_variables(further), _local_start(bool(settings["log_to_driver"]), lease.port):
+                    ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
+            except ValueError:
+                raise
+            except Exception as error:  # Ray raises a bare Exception
+                logs = Path(plain["_temp_dir"]) / "session_latest/logs"
+                raise ProcessesLostError(
+                    f"Ray did not start on this machine: {error} Ray's logs are in {logs}."
+                ) from error
+        if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs a handler that would abort this process
         try:
-            with environment_variables(further), _local_start(bool(settings["log_to_driver"])):
-                ray.init(address="local", num_cpus=num_slots, job_config=_RunJobConfig(), **plain, **settings)
-        except ValueError:
-            raise
-        except Exception as error:  # Ray raises a bare Exception
-            logs = Path(plain["_temp_dir"]) / "session_latest/logs"
-            raise ProcessesLostError(f"Ray did not start on this machine: {error} Ray's logs are in {logs}.") from error
-    if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs a handler that would abort this process
-    try:
-        yield dict(num_gpus=1) if ray.cluster_resources().get("GPU", 0) else dict(num_cpus=0)
-    finally:
-        with shutdown_deadline("Ray", since):
-            ray.shutdown()
+            yield dict(num_gpus=1) if ray.cluster_resources().get("GPU", 0) else dict(num_cpus=0)
+        finally:
+            with shutdown_deadline("Ray", since):
+                ray.shutdown()
 
 
 def cluster_hosts() -> list[dict[str, Any]]:
@@ -223,7 +224,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def _local_start(log_to_driver: bool) -> Iterator[None]:
+def _local_start(log_to_driver: bool, agent_port: int) -> Iterator[None]:
     """In this context, ray.init starts no autoscaler, and it starts a log monitor only if `log_to_driver` is true.
 
     A cluster on one machine never grows. The two processes would take about 4 CPU-seconds at the start of each run. The context
@@ -231,7 +232,8 @@ def _local_start(log_to_driver: bool) -> Iterator[None]:
 
     Also, Ray's main process on the node, raylet, does not wait for its two agents, which are Python programs. It would end if the
     agents did not write their ports to files within 15 s (issue 65983 of Ray), as on a busy machine or a slow disk. Therefore
-    this context writes these files before raylet starts. The port -1 says that no process uses the dashboard agent.
+    this context writes these files before raylet starts. The port -1 says that no process uses the dashboard agent. `agent_port`:
+    a free port for the other agent, which sets up runtime environments.
 
     ray.init waits for the node up to NODE_START_S seconds, but not longer than raylet lives.
     """
@@ -241,7 +243,7 @@ def _local_start(log_to_driver: bool) -> Iterator[None]:
     def start_raylet(*arguments: Any, **options: Any) -> Any:
         given = inspect.signature(start).bind(*arguments, **options).arguments
         ports = {METRICS_AGENT_PORT_NAME: -1, METRICS_EXPORT_PORT_NAME: -1, DASHBOARD_AGENT_LISTEN_PORT_NAME: -1}
-        for name, port in (ports | {RUNTIME_ENV_AGENT_PORT_NAME: given["runtime_env_agent_port"]}).items():
+        for name, port in (ports | {RUNTIME_ENV_AGENT_PORT_NAME: agent_port}).items():
             persist_port(given["session_dir"], given["node_id"], name, port)
         info = start(*arguments, **options)
         raylets.append(info.process)
@@ -260,22 +262,14 @@ def _local_start(log_to_driver: bool) -> Iterator[None]:
                     raise TimeoutError(f"raylet did not register its node within {NODE_START_S:g} s.") from error
             time.sleep(POLL_INTERVAL_S)
 
-    agent = dict(runtime_env_agent_port=_free_port())
-    parameter.RayParams = partial(params, no_monitor=True, include_log_monitor=log_to_driver, **agent)
+    parameter.RayParams = partial(
+        params, no_monitor=True, include_log_monitor=log_to_driver, runtime_env_agent_port=agent_port
+    )
     services.start_raylet, services.get_node = start_raylet, wait_for_node
     try:
         yield
     finally:
         parameter.RayParams, services.start_raylet, services.get_node = params, start, get_node
-
-
-def _free_port() -> int:
-    """Return a random port of AGENT_PORTS at which no process listens on the loopback interface."""
-    while True:
-        port = secrets.choice(AGENT_PORTS)
-        with socket.socket() as trial, suppress(OSError):
-            trial.bind(("127.0.0.1", port))
-            return port
 
 
 def _restrict_to_loopback() -> None:

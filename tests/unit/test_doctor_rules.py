@@ -15,6 +15,7 @@ import pytest
 from simulated_hosts import matrix
 
 from mrl.commands import doctor
+from mrl.core.processes import PortLease
 from mrl.doctor import examine
 from mrl.doctor.checks.gpu_checks import check_gpus
 from mrl.doctor.checks.host_checks import check_disk, check_memory, describe_libraries
@@ -50,7 +51,6 @@ from mrl.doctor.host_facts import (
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 from mrl.doctor.requirements import process_groups
 from mrl.hang_report.network_interfaces import NetworkInterface
-from mrl.rollout.engines.server import PortLease
 from mrl.sweep.points import Sweep
 from parallel.dims import ParallelDims
 

@@ -8,6 +8,7 @@ import pytest
 from ray._common.utils import try_to_create_directory
 
 from mrl.config.process_schema import ClusterConfig
+from mrl.core.processes import FIRST_PORT, LAST_PORT
 from mrl.core.run_errors import ProcessesLostError
 from mrl.placement import ray_cluster
 from mrl.placement.ray_cluster import private_ray_folder
@@ -152,7 +153,7 @@ class Raylet:
 def test_ray_init_waits_for_a_slow_node_up_to_a_limit_and_as_long_as_raylet_lives(
     monkeypatch, tmp_path, attempts, limit_s, status, message
 ):
-    calls = []
+    calls, given_ports = [], []
 
     def get_node(address: str, node: str) -> str:
         calls.append((address, node))
@@ -161,6 +162,7 @@ def test_ray_init_waits_for_a_slow_node_up_to_a_limit_and_as_long_as_raylet_live
         return "node"
 
     def start_raylet(node_id: str, session_dir: str, runtime_env_agent_port: int) -> Raylet:
+        given_ports.append(runtime_env_agent_port)
         return Raylet(status)
 
     def init(**options):
@@ -186,7 +188,12 @@ def test_ray_init_waits_for_a_slow_node_up_to_a_limit_and_as_long_as_raylet_live
     assert len(calls) == attempts or message
     written = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     runtime_env_agent = written.pop(f"runtime_env_agent_port_{NODE_ID}")
-    assert runtime_env_agent in ray_cluster.AGENT_PORTS and set(written.values()) == {-1} and len(written) == 3
+    assert (
+        runtime_env_agent in range(FIRST_PORT, LAST_PORT)
+        and given_ports == [runtime_env_agent]
+        and set(written.values()) == {-1}
+        and len(written) == 3
+    )
 
 
 SLOW_AGENTS = """

@@ -172,7 +172,11 @@ def test_a_damaged_run_record_is_replaced_by_the_newest_checkpoint_or_refused(tm
     begin(config)
     record = tmp_path / "run/run.json"
     record.write_text(content)
-    with pytest.raises(ValueError, match=r"run\.json is damaged: .* There is no checkpoint that also has the command"):
+    with pytest.raises(
+        ValueError,
+        match=r"run\.json is damaged: .* There is no checkpoint that also has the command and the config; "
+        "name",
+    ):
         find_resume_point(config)
     begin(config, step=4)
     record.write_text(content)

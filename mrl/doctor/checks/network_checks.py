@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+from mrl.core.processes import LAST_PORT as LAST_ENGINE_PORT
 from mrl.doctor.findings import DoctorFinding, error, format_hosts, warning
 from mrl.doctor.host_facts import ClusterFacts, HostFacts, hosts_that_differ, most_common
 from mrl.hang_report.network_interfaces import (
@@ -15,7 +16,6 @@ from mrl.hang_report.network_interfaces import (
     is_virtual,
     nccl_interfaces,
 )
-from mrl.rollout.engines.server import LAST_PORT as LAST_ENGINE_PORT
 
 # kind of port (PeerConnection.port) -> text for the ports in messages
 PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
+from mrl.core.processes import PortLease
 from mrl.doctor.host_facts import HostFacts, InfinibandPort, NetworkFacts, PeerConnection
 from mrl.hang_report.network_interfaces import is_loopback, probe_interfaces
-from mrl.rollout.engines.server import PortLease
 
 ECHO_TIMEOUT_S = 1.0  # longest wait for an answer of another job's preflight check on this host
 RAY_PORTS = (6379,)  # ports on which `ray start --head` listens for nodes that join

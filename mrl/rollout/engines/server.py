@@ -10,10 +10,8 @@ import contextlib
 import fcntl
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,58 +27,9 @@ from typing import Any, Self
 import psutil
 
 from mrl.config.secrets import engine_key
+from mrl.core.processes import PortLease
 from mrl.rollout.engines.server_args import DETERMINISTIC, NO_TOKENIZER, releases_cuda_graphs
 from mrl.weight_sync.engine_control import EngineControl
-
-FIRST_PORT, LAST_PORT = 20000, 32000
-"""Range of ports that may be reserved. The kernel uses other ports, from 32768, for outgoing connections."""
-
-
-class PortLease:
-    """Reservation of a free port of this machine. No other mrl process of this user can reserve the same port.
-
-    SGLang binds its ports several seconds after mrl has chosen them. A socket that keeps the port bound until then would block
-    SGLang. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a child process that inherits
-    the descriptor keeps the reservation.
-    """
-
-    def __init__(self) -> None:
-        """Reserve a free port. Raises RuntimeError if no port is free."""
-        folder = Path(tempfile.gettempdir()) / f"mrl-ports-{os.getuid()}"
-        folder.mkdir(exist_ok=True)
-        candidates = range(FIRST_PORT, LAST_PORT)
-        for port in random.SystemRandom().sample(candidates, len(candidates)):
-            fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if self._lock(fd) and _is_free(port):
-                self.port, self.fd = port, fd
-                return
-            os.close(fd)
-        raise RuntimeError(
-            f"no free port in {FIRST_PORT}-{LAST_PORT}: all ports are in use or reserved (lock files in {folder})."
-        )
-
-    @staticmethod
-    def _lock(fd: int) -> bool:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
-    def close(self) -> None:
-        """Close this process's descriptor. The reservation ends when the processes that inherited it have closed it, too."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
-
 
 SCRATCH_PREFIX = "mrl-engine-"  # beginning of the name of every scratch directory
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
