@@ -132,6 +132,12 @@ def can_use_transformer_engine() -> bool:
     return _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers")
 
 
+HOW_TO_BUILD = {
+    "Transformer Engine": "run `make setup LOCK=requirements-gpu.txt`",
+    "NVIDIA's Apex": "run the commands of the stage with-apex in the Dockerfile",
+}
+
+
 def _is_usable(module: str, library: str, otherwise: str) -> bool:
     """Whether `module`, which loads the compiled code of a library, can be imported.
 
@@ -148,12 +154,12 @@ def _is_usable(module: str, library: str, otherwise: str) -> bool:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         logger.warning(
-            "%s is installed, but the import of %s fails (%s); this process uses %s. "
-            "To build it for the installed torch, run `make setup LOCK=requirements-gpu.txt`.",
+            "%s is installed, but the import of %s fails (%s); this process uses %s. To build it for the installed torch, %s.",
             library,
             module,
             reason,
             otherwise,
+            HOW_TO_BUILD[library],
         )
         for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
             del sys.modules[name]

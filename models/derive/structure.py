@@ -191,9 +191,8 @@ class _Connections:
                 continue
             place = self._place(call)
             if place is None or place in layer.norms:
-                self.found.add_problem(
-                    f"norm {module}: it is neither before nor after a block; a derived family has no norm at this place"
-                )
+                why = "neither before nor after a block" if place is None else f"at the place of {layer.norms[place]}"
+                self.found.add_problem(f"norm {module}: it is {why}; a derived family has no norm at this place")
                 continue
             layer.norms[place], calls[place] = _pattern(name, self.prefix), call
             if place == "attention_norm" and difference(call.x, self.whole.x) > LIMIT:

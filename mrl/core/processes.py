@@ -178,8 +178,8 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
         if waited_s >= TIMEOUT_S:
             break
         logger.warning(
-            "waiting for the end of %s for %.0f s; mrl ends these processes after %.0f s: %s",
-            what, waited_s, TIMEOUT_S, describe(running),
+            "shutdown has taken %.0f s; waiting for %s to end; mrl ends these processes after %.0f s: %s",
+            waited_s, what, TIMEOUT_S, describe(running),
         )  # fmt: skip
     else:
         return

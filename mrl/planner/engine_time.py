@@ -66,14 +66,19 @@ class EngineTime:
         """Seconds of the matrix multiplications of one token."""
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops_per_s
 
+    @property
+    def _num_all_reduces(self) -> int:
+        """Number of all-reduces of one forward pass: one after each block, such as attention or an MLP."""
+        return self.shape.num_layers * self.shape.blocks_per_layer
+
     def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of the all-reduces in one decoding step with `tokens` tokens: two all-reduces in each layer.
+        """Return the seconds of the all-reduces in one decoding step with `tokens` tokens: one after each block.
 
         The result includes the latency even for an engine on one GPU. For such an engine, the latency is an estimate of the
         time to launch the kernels of the layer.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
-        return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
+        return self._num_all_reduces * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
 
     def speeds(self, lengths: LengthDistribution, requests: int) -> EngineSpeeds:
         """Return the speeds of an engine that gets `requests` requests, in the form that the rollout simulator needs.
@@ -85,7 +90,7 @@ class EngineTime:
         largest = max(2, min(most, requests))  # largest number of requests that run together
         one, many = self.decoding_step_s(1, lengths.mean_context), self.decoding_step_s(largest, lengths.mean_context)
         request_s = (many - one) / (largest - 1)
-        size = 2 * 2 * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp * self.shape.num_layers
+        size = 2 * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp * self._num_all_reduces
         prefill_s = self._compute_s + size / self.cluster.link_bytes_per_s(self.tp)
         return EngineSpeeds(one - request_s, request_s, prefill_s, most)
 

@@ -340,11 +340,7 @@ class RolloutPipeline:
                 self._scoring_thread.start()
             self._unscored.put((num_restarts, groups))
         except Exception as error:
-            with self._changed:
-                if num_restarts == self._num_restarts:
-                    for request in requests:
-                        self._running.pop(request.serial_number, None)
-                    self._fail(error)
+            self._fail(error, requests, num_restarts)
 
     def _take_unscored(self) -> list[tuple[int, list[UnscoredGroup]] | None]:
         """Wait until the queue `_unscored` has an entry, and return all its entries."""
@@ -364,9 +360,7 @@ class RolloutPipeline:
                     groups = self._score(unscored) if unscored else []
                     passed_filter = [self._passes_filter(group) for group in groups]
             except Exception as error:
-                with self._changed:
-                    if num_restarts == self._num_restarts:
-                        self._fail(error)
+                self._fail(error, [sampled.request for sampled in unscored], num_restarts)
                 continue
             with self._changed:
                 if num_restarts != self._num_restarts:
@@ -377,11 +371,20 @@ class RolloutPipeline:
                     self.buffer.finish(sampled.request.serial_number, group, passed)
                 self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error. It replaces a stored error only if the stored error is a NoEngineError."""
-        if self._error is None or isinstance(self._error, NoEngineError):
-            self._error = error
-        self._changed.notify_all()
+    def _fail(self, error: BaseException, requests: Sequence[PromptRequest], num_restarts: int) -> None:
+        """Make `wait_step` raise this error, and let the next call of `send_requests` send these prompt requests again.
+
+        The error replaces a stored error only if the stored error is a NoEngineError. Does nothing if `restart` was called since
+        the requests were sent. `num_restarts`: number of calls of `restart` when the requests were sent.
+        """
+        with self._changed:
+            if num_restarts != self._num_restarts:
+                return
+            for request in requests:
+                self._running.pop(request.serial_number, None)
+            if self._error is None or isinstance(self._error, NoEngineError):
+                self._error = error
+            self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
         """Cancel the HTTP requests of these prompt requests. An HTTP request that also serves other prompt requests continues."""

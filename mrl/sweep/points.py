@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
@@ -168,16 +168,24 @@ def grid_points(swept: Sequence[Override]) -> list[PointOverrides]:
 
 
 def load_sweep(folder: Path) -> Sweep:
-    """Read the sweep in `folder`. The folder may have been moved. Raises ValueError if it contains no sweep."""
+    """Read the sweep in `folder`. The folder may have been moved.
+
+    Raises ValueError if the folder contains no sweep, or a sweep that another version of mrl wrote.
+    """
     try:
         content = json.loads((folder / SWEEP_FILE).read_text())
     except FileNotFoundError:
         raise ValueError(
             f"{folder}: contains no sweep ({SWEEP_FILE} is missing); name the run.dir of a sweep."
         ) from None
+    expected = {field.name for field in fields(Sweep)}
+    if content.keys() != expected:
+        raise ValueError(
+            f"{folder / SWEEP_FILE}: another version of mrl wrote it: expected the keys {', '.join(sorted(expected))}, got "
+            f"{', '.join(sorted(content))}; start the sweep again, in a new run.dir."
+        )
     points = tuple(tuple(point) for point in content["points"])
-    shared_overrides = tuple(content["shared_overrides"])
-    return Sweep(folder, content["group"], content["metric"], content["maximize"], shared_overrides, points)
+    return Sweep(**content | dict(folder=folder, points=points, shared_overrides=tuple(content["shared_overrides"])))
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:

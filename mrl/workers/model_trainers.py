@@ -321,7 +321,7 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
     seconds, computed = (sum(r.maxima[name] for r in reports) for name in ("seconds", "batch/computed_tokens"))
     return {
         "loss/policy": float(np.mean([r.sums.get("loss", 0.0) for r in reports])),
-        "policy/entropy_mean": entropy / tokens,
+        "policy/entropy_mean": entropy / tokens if tokens else float("nan"),
         "mismatch/logprob_abs_mean": mismatch_abs / sums["mismatch/count"] if known else float("nan"),
         "mismatch/logprob_abs_max": largest if known else float("nan"),
         **corrections.mismatch_metrics(sums),

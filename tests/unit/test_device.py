@@ -61,6 +61,14 @@ def test_a_transformer_engine_without_its_extension_is_reported_in_one_line_and_
         import_module("transformer_engine.pytorch")
 
 
+def test_the_message_about_an_apex_that_cannot_be_imported_says_how_to_build_apex(capabilities, caplog, own_records):
+    """The lock of the GPU packages contains no Apex."""
+    with caplog.at_level(logging.WARNING):
+        assert not capabilities({"amp_C.py": f"raise {MISSING_FILE}"}).apex
+    (message,) = (record.getMessage() for record in own_records())
+    assert "NVIDIA's Apex is installed" in message and "stage with-apex in the Dockerfile" in message
+
+
 def test_a_library_that_cannot_be_imported_is_hidden_before_the_first_import_of_megatron(process_with_gpu):
     """Every process calls `patch_megatron_for_cpu` first, also on a GPU."""
     process_with_gpu(

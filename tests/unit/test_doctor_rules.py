@@ -261,6 +261,20 @@ def test_a_host_whose_rank_did_not_finish_is_named():
     assert late == CollectiveResult("world", ["n0", "n1"], "", None, "it did not finish within 60 s on n1")
 
 
+def test_an_all_reduce_that_never_began_is_not_called_too_slow():
+    """Rank 0 fails in the first group, so the all-reduce of the second group never begins on rank 0."""
+    plan = CollectivePlan("a", 1, ["n0", "n1"], {"tp 0": [0, 1], "dp 0": [0]})
+    results = {
+        0: RankResult(0, ["world", "tp 0"], {"world": 0.1}, {"tp 0": "connection closed"}),
+        1: RankResult(1, ["world", "tp 0"], {"world": 0.1}),
+    }
+    assert [one.problem for one in combine_results(plan, results, 60)] == [
+        "",
+        "connection closed",
+        "it did not begin, because an earlier all-reduce failed, on n0",
+    ]
+
+
 def test_the_locked_versions_come_from_the_lock_files():
     for gpu, path in ((False, CPU_LOCK_FILE), (True, GPU_LOCK_FILE)):
         text, versions = (ROOT / path).read_text(), locked_versions(gpu)

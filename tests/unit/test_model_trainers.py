@@ -216,6 +216,11 @@ def test_a_step_that_excludes_every_row_adapts_no_kl_coefficient():
     assert coefs.current() == {"kl_loss": 0.3}
 
 
+def test_a_step_without_a_sampled_token_has_no_entropy():
+    report = UpdateReport(dict.fromkeys(("tokens", "entropy"), 0.0), {"seconds": 1.0, "batch/computed_tokens": 4})
+    assert np.isnan(_actor_metrics([report])["policy/entropy_mean"])
+
+
 def test_the_mismatch_is_averaged_over_the_tokens_that_the_engine_reported():
     sums = dict(zip(MISMATCH_SUMS, (2.0, 0.0, 2.0, 2.0, 0.0, 2.0), strict=True))
     sums |= {"tokens": 4.0, "weight": 1.0, "mismatch_abs": 1.0}

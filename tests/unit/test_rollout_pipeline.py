@@ -230,6 +230,21 @@ def test_errors_of_sampling_and_scoring_are_raised_by_the_step(start):
         run.sample_step(0, [1], 0)
 
 
+def test_a_group_whose_scoring_failed_is_sampled_and_scored_again(start):
+    """Scoring fails like this if it samples with engines, and all of them have failed."""
+    errors = [NoEngineError("no engine is left")]
+
+    def fail_once(unscored) -> None:
+        if errors:
+            raise errors.pop()
+
+    run = start(StalenessBuffer(1, 0), HoldingEngine(), before_scoring=fail_once)
+    with pytest.raises(NoEngineError):
+        run.sample_step(0, [1], 0)
+    groups = run.sample_step(0, [1], 0)
+    assert groups and groups.numbers == [0]
+
+
 def test_a_step_has_a_deadline(start):
     run = start(StalenessBuffer(1, 0), HoldingEngine(300))
     with pytest.raises(EngineError, match=r"rollout\.request_timeout_s=0\.2"):

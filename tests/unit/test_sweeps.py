@@ -19,6 +19,7 @@ from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.sweep import launcher, sweepers
 from mrl.sweep.launcher import JOBS_FILE, LocalRunner, SlurmRunner
 from mrl.sweep.points import (
+    SWEEP_FILE,
     PointResult,
     PointState,
     Sweep,
@@ -122,6 +123,15 @@ def test_a_sweep_file_is_read_back_unchanged_after_its_folder_moved(tmp_path):
     ]
     assert found.command(1) == "mrl train experiment=quickstart optim.lr=0.2"
     with pytest.raises(ValueError, match="contains no sweep"):
+        load_sweep(tmp_path)
+
+
+def test_a_sweep_of_another_version_is_refused_with_the_keys_that_it_has(tmp_path):
+    sweep_of(tmp_path).write()
+    content = json.loads((tmp_path / SWEEP_FILE).read_text())
+    content["shared"] = content.pop("shared_overrides")
+    (tmp_path / SWEEP_FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"another version of mrl wrote it: .*, got .*, shared; start the sweep again"):
         load_sweep(tmp_path)
 
 

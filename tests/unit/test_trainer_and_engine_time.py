@@ -17,6 +17,7 @@ from mrl.config.process_schema import ClusterConfig, HardwareConfig
 from mrl.config.schema import PlanConfig, TrainerConfig
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s
 from mrl.planner.layout_space import GpuCluster, ReplicaLayout
+from mrl.planner.model_shape import LayerKind
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds, simulate
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import PARTS, TrainerTime
@@ -77,6 +78,14 @@ def test_the_seconds_of_a_layout_are_those_computed_by_hand():
     assert parts["tensor"] == pytest.approx(tensor) and parts["pipeline"] == pytest.approx(4 * between + slot)
     assert parts["gradients"] == pytest.approx(gradients) and parts["optimizer"] == pytest.approx(optimizer)
     assert seconds.total_s[0] == pytest.approx(5 * slot + gradients + optimizer)
+
+
+def test_an_engine_sums_the_partial_results_of_its_gpus_after_each_block():
+    """A layer of Nemotron-H has one block, a layer of the other families has two."""
+    _, shape = model_of(QWEN3_8B)
+    one_block = replace(shape, kinds=(LayerKind(("attention",)),) * 36)
+    seconds = [EngineTime(each, cluster_of(1, 8), 8)._all_reduce_s(64) for each in (shape, one_block)]
+    assert seconds[0] == 2 * seconds[1] > 0
 
 
 def measured_seconds(file: str, case: str) -> float:
