@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import uuid
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -153,17 +154,21 @@ class Coordinator:
         self.call_all(EngineControl.end_weight_update)
         self._raise_failures("connect to the senders")
 
-    def begin_push(self, push_name: str, version: int, base_push: str | None) -> None:
-        """Pause the engines and tell them to receive the buckets of `push_name`. Does not wait until the buckets arrive.
+    def begin_push(self, version: int, base_push: str | None) -> str:
+        """Pause the engines and tell them to receive the buckets of a new push. Does not wait until the buckets arrive.
+
+        Returns the name of the push.
 
         If `base_push` is the name of an earlier push, this push sends differences from the weights of that push. If `base_push`
         is None, this push sends the weights in full.
         """
+        push_name = f"push/{version}/{uuid.uuid4().hex[:8]}"
         for index in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
             self._announce_failure(index, push_name)
         self.call_all(lambda engine: engine.pause(self.pause_mode), push_name)
         self.call_all(EngineControl.begin_weight_update, push_name)
         self._send_to_all(dict(action=EngineAction.LOAD, push=push_name, version=version, base=base_push), push_name)
+        return push_name
 
     def wait_receipts(self, push_name: str) -> None:
         """Wait until every engine has verified its new weights. Raises WeightMismatchError if weights are wrong."""

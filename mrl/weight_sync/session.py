@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -124,7 +124,8 @@ class LiveSync:
             part: _SenderPart = channel.get(sender_plan_key(opener.ranks.rank))
             self.send_endpoint = opener.open_transport(choice, channel, part.buckets)
             self._closing = stack.pop_all()  # closes everything that was opened
-        self._ranks, self._coordinator = opener.ranks, opener.coordinator
+        self._ranks = opener.ranks
+        self._coordinator = cast(Coordinator, opener.coordinator)  # None on the other ranks, which do not use it
         self.sender = part.sender(channel, self.send_endpoint, settings.delta)
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         # Name of each matrix that is sent in FP8 with block scales -> its shape
@@ -150,7 +151,7 @@ class LiveSync:
         start = time.perf_counter()
         base_push = self._verified_push if self._delta and not engines_offloaded else None
         with span("begin push", "weight_sync", version=version):
-            push_name = self._ranks.on_rank_0(lambda: self._begin_push(version, base_push))
+            push_name = self._ranks.on_rank_0(lambda: self._coordinator.begin_push(version, base_push))
         begun = time.perf_counter()
         stats = self.sender.send_all(push_name, self._reader(), full=base_push is None)
         sent = time.perf_counter()
@@ -178,19 +179,11 @@ class LiveSync:
         read = negative_exp_reader(read, self._negative_exp) if self._negative_exp else read
         return quantizing_reader(read, self._quantized) if self._quantized else read
 
-    def _begin_push(self, version: int, base_push: str | None) -> str:
-        """Tell the engines to receive the buckets of a new push, and return the name of the push. Only rank 0 calls this."""
-        assert self._coordinator is not None, "only rank 0 talks to the engines"
-        push_name = f"push/{version}/{uuid.uuid4().hex[:8]}"
-        self._coordinator.begin_push(push_name, version, base_push)
-        return push_name
-
     def _finish_push(self, push_name: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
         """Wait until the engines have verified the weights, and have the engines serve `version`. Only rank 0 calls this.
 
         Returns URL -> reason for each engine that failed, and whether the version must be pushed again in full.
         """
-        assert self._coordinator is not None, "only rank 0 talks to the engines"
         must_repeat = False
         try:
             self._coordinator.wait_receipts(push_name)

@@ -179,24 +179,13 @@ class WorkerGroup:
 
         If an argument is a handle, the method receives the object to which the handle refers.
         """
-        return self._call_ranks(method, args, kwargs)
+        return self._send(method, args, kwargs).result()
 
     def call_rank_0[W: TrainWorker, **P, R](
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Call a method of TrainWorker on rank 0 only."""
-        return self._call_ranks(method, args, kwargs, self.workers[:1])[0]
-
-    def _call_ranks(
-        self,
-        method: Callable,
-        args: Sequence[Any],
-        options: Mapping[str, Any],
-        workers: Sequence[Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Call a method on `workers` (default: all ranks), wait, and return the results by rank."""
-        return self._send(method, args, options, workers, timeout_s).result()
+        return self._send(method, args, kwargs, self.workers[:1]).result()[0]
 
     def _send(
         self,
@@ -242,8 +231,8 @@ class WorkerGroup:
     ) -> UpdateReport:
         """Compute the loss of a batch without gradients. `options`: further arguments of the model's `evaluate`, such as loss."""
         partition = partition_step(batch, self.dims, packing.for_forward_pass(), weighting)
-        reports = self._call_ranks(TrainWorker.evaluate, (batch.block, ray.put(partition.replica_batches)), options)
-        return self._combine(reports, partition)
+        call = self._send(TrainWorker.evaluate, (batch.block, ray.put(partition.replica_batches)), options)
+        return self._combine(call.result(), partition)
 
     def update(self, mini_batches: list[TrainBatch], packing: Packing, **options: Any) -> list[UpdateReport]:
         """Call `begin_update`, and wait for the reports."""
@@ -300,23 +289,21 @@ class WorkerGroup:
 
     def trace_step(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], **options: Any) -> StepTrace:
         """Trace one optimizer step, with one batch for each replica. `options`: loss, lr, temperature, folder."""
-        return StepTrace.merge(
-            self._call_ranks(TrainWorker.trace_step, (block, ray.put(list(replica_batches))), options)
-        )
+        call = self._send(TrainWorker.trace_step, (block, ray.put(list(replica_batches))), options)
+        return StepTrace.merge(call.result())
 
     def trace_layers(self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], **options: Any) -> StepTrace:
         """Trace a step up to its gradients, layer by layer. `options`: loss, temperature, folder."""
-        return StepTrace.merge(
-            self._call_ranks(TrainWorker.trace_layers, (block, ray.put(list(replica_batches))), options)
-        )
+        call = self._send(TrainWorker.trace_layers, (block, ray.put(list(replica_batches))), options)
+        return StepTrace.merge(call.result())
 
     def forward_outputs(
         self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], *, temperature: float
     ) -> dict[int, Any]:
         """Return row -> log-probabilities (actor) or values (critic) of its sampled tokens, under the current weights."""
         options = dict(temperature=temperature)
-        parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(replica_batches))), options)
-        return {row: column for part in parts for row, column in part.items()}
+        call = self._send(TrainWorker.forward_outputs, (block, ray.put(list(replica_batches))), options)
+        return {row: column for part in call.result() for row, column in part.items()}
 
     # What the ranks record.
 
@@ -344,7 +331,7 @@ class WorkerGroup:
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
         """Take a snapshot of the model's state and start to write it into `folder`. If not `asynchronous`, wait for the write."""
         deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
-        self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
+        self._send(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s).result()
 
     def save_has_ended(self) -> bool:
         """Return whether every rank has written its part, or has failed to write it."""
@@ -352,7 +339,8 @@ class WorkerGroup:
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part. Raises the error of a rank that failed."""
-        self._call_ranks(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=timeout_s + RANK_TIMEOUT_MARGIN_S)
+        deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
+        self._send(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=deadline_s).result()
 
     def abandon_save(self) -> None:
         """Stop writing the current checkpoint. Does nothing if none is being written."""
