@@ -115,7 +115,7 @@ def _checked_words(line: str) -> list[str]:
     """Return the words of evaluate.harness. A ~ at the beginning of the first word is expanded.
 
     Raises ValueError if the line has a quote that is not closed, does not run lm_eval, has an option that mrl sets, or names no
-    tasks. Also raises ValueError if the first word is not an installed program.
+    tasks. Also raises ValueError if the first word is not an installed program, or is a Python without lm_eval.
     """
     try:
         words = shlex.split(line)
@@ -128,9 +128,12 @@ def _checked_words(line: str) -> list[str]:
             "'~/lm_eval/bin/lm_eval --tasks gsm8k'."
         )
     words[0] = os.path.expanduser(words[0])
-    if not shutil.which(words[0]):
+    missing = None if shutil.which(words[0]) else words[0]
+    if not missing and words[1:at] == ["-m"] and not _can_import_harness(words[0]):
+        missing = f"lm_eval in the environment of {words[0]}"
+    if missing:
         raise ValueError(
-            f"evaluate.harness: {words[0]} is not installed here. mrl does not install it. Install it in an environment of its "
+            f"evaluate.harness: {missing} is not installed here. mrl does not install it. Install it in an environment of its "
             f"own ({INSTALL}), and write \"evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'\"."
         )
     options = [word.partition("=")[0] for word in words[at + 1 :]]
@@ -139,6 +142,12 @@ def _checked_words(line: str) -> list[str]:
     if not set(options) & set(TASK_OPTIONS):
         raise ValueError(f"evaluate.harness={line!r}: names no tasks; add --tasks, such as --tasks gsm8k.")
     return words
+
+
+def _can_import_harness(python: str) -> bool:
+    """Return whether the Python interpreter `python` finds the package lm_eval."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
+    return subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
 def run_harness(

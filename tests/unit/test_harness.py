@@ -193,6 +193,7 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
             {},
             "is not installed here. mrl does not install it. Install it in an environment",
         ),
+        ("{python} -m lm_eval --tasks x", {}, "lm_eval in the environment of .* is not installed here"),
         ("helm run", {}, "expected the command line of lm_eval"),
         ("{program} --limit 4", {}, "names no tasks; add --tasks"),
         ("{program} --tasks x --model hf", {}, "mrl sets the option --model; remove it"),
@@ -214,7 +215,7 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
 )
 def test_mistakes_are_found_before_an_engine_starts(configure, program, harness, keys, message):
     with pytest.raises(ValueError, match=message):
-        plan_harness(configure(harness and harness.format(program=program), **keys))
+        plan_harness(configure(harness and harness.format(program=program, python=sys.executable), **keys))
 
 
 @pytest.mark.extended_after(1)
