@@ -178,14 +178,14 @@ def load_sweep(folder: Path) -> Sweep:
         raise ValueError(
             f"{folder}: contains no sweep ({SWEEP_FILE} is missing); name the run.dir of a sweep."
         ) from None
-    expected = {field.name for field in fields(Sweep)}
-    if content.keys() != expected:
+    if missing := {field.name for field in fields(Sweep)} - {"folder"} - content.keys():
         raise ValueError(
-            f"{folder / SWEEP_FILE}: another version of mrl wrote it: expected the keys {', '.join(sorted(expected))}, got "
-            f"{', '.join(sorted(content))}; start the sweep again, in a new run.dir."
+            f"{folder / SWEEP_FILE}: another version of mrl wrote it, because it lacks {', '.join(sorted(missing))}; start the "
+            "sweep again, in a new run.dir."
         )
     points = tuple(tuple(point) for point in content["points"])
-    return Sweep(**content | dict(folder=folder, points=points, shared_overrides=tuple(content["shared_overrides"])))
+    shared_overrides = tuple(content["shared_overrides"])
+    return Sweep(folder, content["group"], content["metric"], content["maximize"], shared_overrides, points)
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
