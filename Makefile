@@ -35,6 +35,9 @@ ALL = not gpu and not learning and not soak and not slurm
 bench: setup ## run all benchmarks at small sizes in at most 20 minutes, and compare them with their last results; ARGS="--only balance step"
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+# Without bytecode files, every process of a test would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 lint: setup ## check style, formatting, import directions, types and the links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -44,6 +44,12 @@ def module_files(root: Path) -> list[Path]:
     """Return all source files except `__init__.py` files, most of which contain only the docstring of their package."""
     files = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
     return sorted(path for path in files if path.name != "__init__.py")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a source file."""
+    return ast.parse(path.read_text())
 
 
 def functions_of(tree: ast.Module) -> dict[str, Function]:
@@ -80,9 +86,7 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
     A description is a comment on the key's line or on the line above it, `help=`, or a call of `key()` or `config_field()`.
     """
     path = next(path for path in (root / "mrl/config/schema.py", root / "mrl/config.py") if path.exists())
-    imports = (
-        node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module
-    )
+    imports = (node.module for node in parsed(path).body if isinstance(node, ast.ImportFrom) and node.module)
     modules = (root / f"{module.replace('.', '/')}.py" for module in imports)
     sources = [path, *(module for module in modules if module.exists())]
     classes: dict[str, tuple[ast.ClassDef, list[str]]] = {}
@@ -137,7 +141,7 @@ def broken_links(root: Path, path: list[str]) -> list[str]:
     links = [one.partition(" -> ") for one in path]
     for (here, _, reason), following in zip(links, [*(link[0] for link in links[1:]), ""], strict=True):
         file, _, name = here.partition(":")
-        functions = functions_of(ast.parse((root / file).read_text())) if (root / file).exists() else {}
+        functions = functions_of(parsed(root / file)) if (root / file).exists() else {}
         if name not in functions:
             errors.append(f"{here} does not exist")
             continue
@@ -166,7 +170,7 @@ def jumps(path: list[str]) -> list[str]:
 def measure(root: Path) -> tuple[dict[str, int], list[str]]:
     """Return the measured numbers by name, and lines of text with details, such as the errors in call paths."""
     files = module_files(root)
-    trees = {path.relative_to(root): ast.parse(path.read_text()) for path in files}
+    trees = {path.relative_to(root): parsed(path) for path in files}
     lengths = {path.relative_to(root): len(path.read_text().splitlines()) for path in files}
     longest = max(
         ((node.end_lineno or 0) - node.lineno + 1, f"{path}:{name}")

@@ -137,7 +137,7 @@ def test_a_step_is_the_same_under_layout(run_ranks, folder, blocks, alone, dims)
         assert not [line for line in differences if not line.within], name
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["whole", "top_k"])
 def test_loss_and_gradients_equal_those_of_transformers(folder, blocks, alone, name):
     import torch

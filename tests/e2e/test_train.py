@@ -89,6 +89,7 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
     assert any(not torch.equal(changed[name], before[name]) for name in before)
 
 
+@pytest.mark.extended
 def test_the_run_directory_of_another_run_is_refused(start_mrl, quickstart, recorded):
     again = start_mrl("train", *quickstart, f"run.dir={recorded.folder}", "resume=never").finish()
     assert again.process.returncode == 2 and "name another folder" in again.output()

@@ -272,6 +272,7 @@ def compose(*overrides):
     return hydra_entry.compose_config(["run.dir=out", *overrides])
 
 
+@pytest.mark.extended
 def test_the_quickstart_can_have_experts():
     """The group `model` applies after the experiment, and by default changes nothing. The two models have separate files."""
     dense, none, moe = (
@@ -284,6 +285,7 @@ def test_the_quickstart_can_have_experts():
     assert moe.model.path == "outputs/quickstart_moe/inputs/model" and moe.algorithm == dense.algorithm
 
 
+@pytest.mark.extended
 def test_a_family_from_a_file_can_be_named_on_the_command_line():
     assert compose("model.path=m").model.family is None
     assert compose("model.path=m", "model.family=/a/mine.py:MINE").model.family == "/a/mine.py:MINE"

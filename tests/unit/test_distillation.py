@@ -103,6 +103,7 @@ def planned(tmp_path, *overrides, teacher="Qwen3-8B", algorithm="distill_vocab")
     return config, parts, plan_models(config, parts.required_inputs, weights=False)
 
 
+@pytest.mark.extended
 def test_the_teacher_is_a_model_beside_the_actor_and_its_folder_has_the_output_layer(tmp_path):
     config, algorithm, models = planned(tmp_path, "roles.teacher.parallel.tp=2")
     check_distillation(config, algorithm, models)
@@ -385,6 +386,7 @@ def test_a_served_teacher_that_refuses_or_does_not_answer_raises_an_error(monkey
         top_k_of_rows(lambda: [server.url], block, np.array([0]), 2, 0.2)
 
 
+@pytest.mark.extended
 def test_an_estimator_beside_distillation_reads_rewards(tmp_path):
     loss = "++algorithm.loss.reward_loss._target_=mrl.algorithms.losses.PPOClip"
     for estimator, kind in (("GRPO", GRPO), ("GDPO", GDPO)):

@@ -179,12 +179,7 @@ FAULTS = [
     Fault("a different model folder on one host", "model", "the files of the model folder /run/model differ", "rsync -a --checksum",
           {0: MODEL, 1: MODEL + "echo more >/run/model/model.safetensors"}, hosts=2, where="h1", requirements=dict(model="/run/model")),
 ]  # fmt: skip
-CORE_FAULTS = (
-    "PyPI's apex",
-    "fewer GPUs than the config needs",
-    "hosts with different NCCL settings",
-    "the model folder is missing on one host",
-)
+CORE_FAULTS = ("fewer GPUs than the config needs", "the model folder is missing on one host")
 
 
 @pytest.mark.extended_except(*CORE_FAULTS)

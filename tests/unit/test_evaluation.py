@@ -191,6 +191,7 @@ class Copies:
         return [float(groups.count(group)) for group in groups]
 
 
+@pytest.mark.extended
 def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
     """The sets have the same files and rows, or data sets of the same class. Only their file numbers differ."""
     change_rows(folder, lambda row: dict(file="same.parquet", set=row["data_source"]))

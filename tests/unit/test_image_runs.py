@@ -90,6 +90,7 @@ def test_the_held_out_problems_of_the_shapes_task_are_new_and_all_answers_are_li
         assert sorted(answers) == ["0", "1", "2", "3"] and max(answers.values()) < 0.35 * len(rows), answers
 
 
+@pytest.mark.extended
 def test_a_model_without_a_tower_cannot_read_the_prompts(inputs, tmp_path):
     config, actor, (train, _) = plan(inputs, tmp_path)
     blind = replace(actor, arch=replace(actor.arch, vision=None))

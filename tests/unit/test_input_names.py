@@ -124,6 +124,7 @@ def test_an_id_of_data_is_the_files_that_match(home, resolved):
     assert resolved["train", "data/missing.jsonl"] == ["data/missing.jsonl"], "later checks say that it is missing"
 
 
+@pytest.mark.extended
 def test_without_a_network_one_line_says_how_to_fetch(resolved):
     for (kind, name), command in {
         ("model", "lab/unknown"): "hf download lab/unknown",

@@ -316,6 +316,7 @@ def write_wheels(folder, server, without):
     (folder / "uv").chmod(0o755)
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("without", [None, "nv/target", "cudnn.h"])
 def test_the_wheels_of_a_new_lock_contain_the_headers_that_transformer_engine_is_compiled_with(
     tmp_path, wheel_server, without

@@ -57,6 +57,7 @@ def test_staleness_hides_the_time_of_slow_engines():
     )
 
 
+@pytest.mark.extended
 def test_a_recorded_run_is_fitted_compared_and_drawn(tmp_path, capsys):
     found = recorded(tmp_path / "run", lengths_of(2), RolloutSetup(N, 2, 0, in_order=True))
     out = run(capsys, f"run.dir={tmp_path / 'run'}", f"steps={STEPS}", f"picture={tmp_path / 'p.png'}")

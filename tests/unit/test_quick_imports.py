@@ -32,7 +32,7 @@ def test_importing_megatron_on_a_cpu_does_not_import_the_torch_compiler():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("commands", [("generate", "evaluate"), ("plan", "convert", "doctor")], ids=" ".join)
 def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
     """Without the extra `train`, neither of the two packages is installed."""
@@ -56,6 +56,7 @@ print({name for name, each in expected.items() if sorted(found[name]) != sorted(
 """
 
 
+@pytest.mark.extended
 def test_quick_package_metadata_has_the_distributions_of_the_standard_library():
     """The quick function may add names of missing files. A new process has the packages of the installation, and no others."""
     done = subprocess.run([sys.executable, "-c", METADATA], capture_output=True, text=True, timeout=300)

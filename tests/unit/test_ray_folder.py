@@ -203,6 +203,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("dashboard/ag
 """
 
 
+@pytest.mark.extended
 def test_ray_starts_although_its_agents_are_slow(tmp_path):
     """Without the files that mrl writes, raylet ends after 15 s."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)

@@ -231,6 +231,7 @@ def test_plan_sync_shows_the_bytes_of_both_hops(tmp_path, monkeypatch, capsys):
     assert "from the trainer rank on its own GPU" in printed
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("gpus_per_node", [8, 2])
 def test_plan_sync_shows_the_bytes_inside_and_between_nodes_without_relays(
     tmp_path, monkeypatch, capsys, gpus_per_node

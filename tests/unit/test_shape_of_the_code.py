@@ -14,7 +14,7 @@ ALGORITHMS = {path.stem for path in (ROOT / "conf/algorithm").glob("*.yaml")}
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import measure_structure  # noqa: E402
-from measure_structure import LIMITS, broken_links  # noqa: E402
+from measure_structure import LIMITS, broken_links, parsed  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_nothing_asks_for_the_name_of_an_algorithm():
     """The parts define an algorithm, so no code contains a comparison such as `algorithm == "ppo"`."""
     assert {"ppo", "grpo", "dapo"} <= ALGORITHMS
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Compare):
                 names = set().union(*map(texts, [node.left, *node.comparators])) & ALGORITHMS
                 assert not names, f"{path}:{node.lineno} asks for {names}"

@@ -325,6 +325,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
     assert out == "" and err.startswith(message) and err.count("\n") == 1
 
 
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
 def test_the_live_display_ends_with_q_and_ctrl_c(run_dir, key):
     pid, terminal = pty.fork()

@@ -177,6 +177,7 @@ def local_mlflow(monkeypatch):
     import mlflow  # noqa: F401  takes seconds, for which a tracker would not wait at its end
 
 
+@pytest.mark.extended
 def test_mlflow_has_one_run_if_a_run_without_a_checkpoint_begins_again(tmp_path, local_mlflow):
     for steps in ((1, 2), (1, 2, 3)):
         with Tracker([MlflowSink(tracked(tmp_path))]) as tracker:

@@ -208,6 +208,7 @@ def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path, evaluated
     assert steps == [1, 1 if evaluated else 0]
 
 
+@pytest.mark.extended
 def test_a_resumed_curve_has_what_was_drawn_before(tmp_path):
     metrics_file, eval_file = tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl"
     metrics_file.write_text('{"step": 1, "reward/mean": 0.25, "loss/policy": null}\n{"step": 2, "reward/mean": 0.5}\n')
