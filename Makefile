@@ -2,8 +2,8 @@
 .PHONY: help train test test-all test-gpu browser lint docs format lock audit setup clean
 .DEFAULT_GOAL := help
 LOCK ?= requirements.txt
-# Number of pytest processes. Many tests wait for engines, so 4 processes keep two cores busy. They need 24 GiB of memory.
-WORKERS ?= 4
+# Number of pytest processes. Many tests wait for engines, so 3 processes keep two cores busy. They need 24 GiB of memory.
+WORKERS ?= 3
 BIN := .venv/bin
 
 help: ## list the targets

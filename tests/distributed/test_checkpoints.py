@@ -219,6 +219,7 @@ def load_extra_states(rank: int, path, folder):
     assert missing == "decoder.other_state/shard_0_1 is missing"
 
 
+@pytest.mark.extended
 def test_only_extra_states_may_be_missing_in_a_checkpoint(run_ranks, tmp_path):
     """Transformer Engine's layers have extra states, and a checkpoint that was written without Transformer Engine has none."""
     make("dense", tmp_path / "model")

@@ -111,7 +111,7 @@ def peak_bytes_of(head: Head) -> int:
     return held.peak
 
 
-@pytest.mark.extended_except("1024")
+@pytest.mark.extended
 @pytest.mark.parametrize("chunk", [256, 1024])
 def test_distillation_takes_at_most_1_2_times_the_memory_of_sampled_tokens(run_ranks, chunk):
     """The pack has 8,192 tokens, the vocabulary 151,936. The teacher has the same hidden size as the policy: 4,096."""

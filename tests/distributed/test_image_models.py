@@ -179,7 +179,7 @@ def train_and_compare(rank: int, folder, train_vision: bool):
     return {name for name, tensor in actor.export() if not torch.equal(tensor, before[name])}
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_only_a_trained_tower_changes(run_ranks, tmp_path, name):
     make_image_family(name, tmp_path)

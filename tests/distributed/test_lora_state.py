@@ -162,7 +162,7 @@ def use_reference(rank: int, spec: ModelSpec):
     assert 4 * num_trained <= actor._reference._memory.used <= 4 * num_trained + padding, "only adapters are copied"
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, TP2PP2], ids=str)
 def test_the_reference_policy_is_the_base_model_without_a_second_copy(run_ranks, folders, dims):
     run_ranks(dims, use_reference, lora_spec(folders[0], dims))

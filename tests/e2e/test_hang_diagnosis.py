@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,19 +36,20 @@ DIAGNOSED_WITHIN_S = 60.0  # after the deadline. On an idle machine, the diagnos
 class FaultyRun:
     """The run under test: an actor with two pipeline stages, an engine, and another worker group with two data-parallel ranks."""
 
-    def __init__(self, trainer, replicas, run_dir: Path, faults: Path) -> None:
+    def __init__(self, trainer, start_replicas, run_dir: Path, faults: Path) -> None:
         self.trainer, self.generator, self.stages = trainer, trainer.rollout, trainer.actor.group
-        self.run_dir, self.hang_file, self._replicas = run_dir, faults / faulty_ranks.HANG_FILE, replicas
+        self.run_dir, self.hang_file, self._start_replicas = run_dir, faults / faulty_ranks.HANG_FILE, start_replicas
         self.rollouts = self.generator.generate(trainer.prompts, 0)
         self.estimates = self.generator.estimate({}, 0.0, 0)
         self.update(self.stages)
 
     @cached_property
     def replicas(self):
-        """The data-parallel ranks. They start while other tests run."""
-        self._replicas.wait_ready(480)
-        self.update(self._replicas)
-        return self._replicas
+        """The data-parallel ranks. They start when a test first needs them."""
+        group = self._start_replicas()
+        group.wait_ready(480)
+        self.update(group)
+        return group
 
     def update(self, group) -> None:
         replace(self.trainer.actor, group=group).begin_update(self.rollouts, self.estimates, 0, {}).result()
@@ -138,15 +139,16 @@ def run(inputs, tmp_path_factory):
         patch.setenv("MRL_TEST_FAULTS", str(faults))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setattr(workers, "TrainWorker", faulty_ranks.FaultyWorker)
-        with build.trainer(plan, PreemptionHandler()) as trainer:
-            replicas = workers.WorkerGroup(
-                dims, str(folder), 120.0, lambda: [dict(num_cpus=0)] * dims.world_size, "replica"
-            )
-            replicas.start(replace(model_spec(plan), dims=dims), 0, 240.0)
-            try:
-                yield FaultyRun(trainer, replicas, folder, faults)
-            finally:
-                replicas.close()
+        with build.trainer(plan, PreemptionHandler()) as trainer, ExitStack() as stack:
+
+            def start_replicas() -> workers.WorkerGroup:
+                options = [dict(num_cpus=0)] * dims.world_size
+                group = workers.WorkerGroup(dims, str(folder), 120.0, lambda: options, "replica")
+                stack.callback(group.close)
+                group.start(replace(model_spec(plan), dims=dims), 0, 240.0)
+                return group
+
+            yield FaultyRun(trainer, start_replicas, folder, faults)
 
 
 @pytest.mark.extended

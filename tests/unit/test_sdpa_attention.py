@@ -135,7 +135,7 @@ def test_sglang_finds_the_backend_by_name():
     assert isinstance(ATTENTION_BACKENDS[ATTENTION_BACKEND](runner), sdpa_attention.BatchedSdpaBackend)
 
 
-@pytest.mark.extended_after(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm_equals_sglangs(with_residual):
     from sglang.srt.layers.layernorm import RMSNorm

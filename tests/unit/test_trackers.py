@@ -187,6 +187,7 @@ def test_mlflow_has_one_run_if_a_run_without_a_checkpoint_begins_again(tmp_path,
     assert sorted(point.step for point in history) == [1, 2, 3]
 
 
+@pytest.mark.extended
 def test_mlflow_shows_that_a_run_has_failed(tmp_path, local_mlflow):
     with pytest.raises(OSError), Tracker([MlflowSink(tracked(tmp_path))]) as tracker:
         log_steps(tracker, 1)
