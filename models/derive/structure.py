@@ -191,8 +191,10 @@ class _Connections:
                 continue
             place = self._place(call)
             if place is None or place in layer.norms:
-                why = "neither before nor after a block" if place is None else f"at the place of {layer.norms[place]}"
-                self.found.add_problem(f"norm {module}: it is {why}; a derived family has no norm at this place")
+                problem = "neither before nor after a block; a derived family has no norm at this place"
+                if place is not None:
+                    problem = f"at the same place as {layer.norms[place]}; a derived family has one norm at each place"
+                self.found.add_problem(f"norm {module}: it is {problem}")
                 continue
             layer.norms[place], calls[place] = _pattern(name, self.prefix), call
             if place == "attention_norm" and difference(call.x, self.whole.x) > LIMIT:

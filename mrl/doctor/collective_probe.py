@@ -150,10 +150,10 @@ def combine_results(
         problem = next((one.problems[group] for one in rank_results if group in one.problems), "")
         late = [plan.host_of_rank[rank] for rank in ranks if rank not in results or group not in results[rank].seconds]
         if late and not problem:
-            did_not = f"finish within {timeout_s:.0f} s"
+            late_hosts = ", ".join(dict.fromkeys(late))
+            problem = f"it did not finish within {timeout_s:.0f} s on {late_hosts}"
             if group != "world" and not any(group in one.began for one in rank_results):
-                did_not = "begin, because an earlier all-reduce failed,"
-            problem = f"it did not {did_not} on {', '.join(dict.fromkeys(late))}"
+                problem = f"it did not begin on {late_hosts}, because an earlier all-reduce failed"
         seconds = None if late or problem else max(one.seconds[group] for one in rank_results)
         combined.append(CollectiveResult(group, hosts, backend, seconds, problem))
     return combined

@@ -180,8 +180,8 @@ def load_sweep(folder: Path) -> Sweep:
         ) from None
     if missing := {field.name for field in fields(Sweep)} - {"folder"} - content.keys():
         raise ValueError(
-            f"{folder / SWEEP_FILE}: another version of mrl wrote it, because it lacks {', '.join(sorted(missing))}; start the "
-            "sweep again, in a new run.dir."
+            f"{folder / SWEEP_FILE}: lacks {', '.join(sorted(missing))}, so another version of mrl wrote it; start the sweep "
+            "again, in a new run.dir."
         )
     points = tuple(tuple(point) for point in content["points"])
     shared_overrides = tuple(content["shared_overrides"])

@@ -132,7 +132,7 @@ def test_a_sweep_of_another_version_is_refused_with_the_keys_that_it_lacks(tmp_p
     content["shared"] = content.pop("shared_overrides")
     (tmp_path / SWEEP_FILE).write_text(json.dumps(content))
     with pytest.raises(
-        ValueError, match="another version of mrl wrote it, because it lacks shared_overrides; start the"
+        ValueError, match="lacks shared_overrides, so another version of mrl wrote it; start the sweep again"
     ):
         load_sweep(tmp_path)
 
