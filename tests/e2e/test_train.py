@@ -82,11 +82,21 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
     assert torch.isfinite(model(tokens).logits).all()
-    assert served_logprob_difference(run.folder / "hf", model, tokens[0].tolist()) < 1e-4
     changed = load_file(run.folder / "hf/model.safetensors")
     before = load_file(warm / "model.safetensors")
     assert sum(step["reward/mean"] for step in steps) > 0, "without a correct response nothing is learned"
     assert any(not torch.equal(changed[name], before[name]) for name in before)
+
+
+@pytest.mark.extended
+def test_a_new_engine_serves_the_exported_model(recorded):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = recorded.folder / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(folder)("12")["input_ids"]
+    assert served_logprob_difference(folder, model, tokens) < 1e-4
 
 
 @pytest.mark.extended
