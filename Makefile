@@ -4,6 +4,8 @@
 LOCK ?= requirements.txt
 # Number of pytest processes. Many tests wait for engines, so 3 processes keep two cores busy. They need 24 GiB of memory.
 WORKERS ?= 3
+# Without bytecode files, every process that a test starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 
 help: ## list the targets
@@ -34,9 +36,6 @@ ALL = not gpu and not learning and not soak and not slurm
 
 bench: setup ## run all benchmarks at small sizes in at most 20 minutes, and compare them with their last results; ARGS="--only balance step"
 	$(BIN)/python benchmarks/run.py $(ARGS)
-
-# Without bytecode files, every process of a test would compile all modules again.
-unexport PYTHONDONTWRITEBYTECODE
 
 lint: setup ## check style, formatting, import directions, types and the links of the documentation
 	$(BIN)/ruff check .

@@ -77,6 +77,13 @@ def set_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
+# Library -> how a user can compile it for the installed torch
+HOW_TO_BUILD = {
+    "Transformer Engine": "run `make setup LOCK=requirements-gpu.txt`",
+    "NVIDIA's Apex": "run the commands of the stage with-apex in the Dockerfile",
+}
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """NVIDIA libraries that this process uses. All are optional.
@@ -130,12 +137,6 @@ def can_use_transformer_engine() -> bool:
     if not has_cuda():
         return find_spec("transformer_engine") is not None
     return _is_usable("transformer_engine.pytorch", "Transformer Engine", "torch's layers")
-
-
-HOW_TO_BUILD = {
-    "Transformer Engine": "run `make setup LOCK=requirements-gpu.txt`",
-    "NVIDIA's Apex": "run the commands of the stage with-apex in the Dockerfile",
-}
 
 
 def _is_usable(module: str, library: str, otherwise: str) -> bool:

@@ -178,7 +178,7 @@ def _watch(finished: threading.Event, what: str, since: float, reason: BaseExcep
         if waited_s >= TIMEOUT_S:
             break
         logger.warning(
-            "shutdown has taken %.0f s; waiting for %s to end; mrl ends these processes after %.0f s: %s",
+            "shutdown has taken %.0f s; waiting for %s to end. %.0f s after the start of the shutdown, mrl ends: %s",
             waited_s, what, TIMEOUT_S, describe(running),
         )  # fmt: skip
     else:

@@ -152,8 +152,8 @@ def combine_results(
         if late and not problem:
             late_hosts = ", ".join(dict.fromkeys(late))
             problem = f"it did not finish within {timeout_s:.0f} s on {late_hosts}"
-            if group != "world" and not any(group in one.began for one in rank_results):
-                problem = f"it did not begin on {late_hosts}, because an earlier all-reduce failed"
+            if group != "world" and rank_results and not any(group in one.began for one in rank_results):
+                problem = f"it did not begin on {late_hosts}, because an earlier all-reduce failed or did not finish"
         seconds = None if late or problem else max(one.seconds[group] for one in rank_results)
         combined.append(CollectiveResult(group, hosts, backend, seconds, problem))
     return combined

@@ -115,7 +115,8 @@ def _checked_words(line: str) -> list[str]:
     """Return the words of evaluate.harness. A ~ at the beginning of the first word is expanded.
 
     Raises ValueError if the line has a quote that is not closed, does not run lm_eval, has an option that mrl sets, or names no
-    tasks. Also raises ValueError if the first word is not an installed program, or is a Python without lm_eval.
+    tasks. Also raises ValueError if the first word is not an installed program, or is a Python interpreter that does not find
+    lm_eval.
     """
     try:
         words = shlex.split(line)
@@ -128,12 +129,12 @@ def _checked_words(line: str) -> list[str]:
             "'~/lm_eval/bin/lm_eval --tasks gsm8k'."
         )
     words[0] = os.path.expanduser(words[0])
-    missing = None if shutil.which(words[0]) else words[0]
-    if not missing and words[1:at] == ["-m"] and not _can_import_harness(words[0]):
-        missing = f"lm_eval in the environment of {words[0]}"
-    if missing:
+    reason = "" if shutil.which(words[0]) else f"{words[0]} is not installed here"
+    if not reason and Path(words[0]).name.startswith("python") and words[1:at] == ["-m"]:
+        reason = _why_no_module(words[0], words[at])
+    if reason:
         raise ValueError(
-            f"evaluate.harness: {missing} is not installed here. mrl does not install it. Install it in an environment of its "
+            f"evaluate.harness: {reason}. mrl does not install lm_eval. Install it in an environment of its "
             f"own ({INSTALL}), and write \"evaluate.harness='~/lm_eval/bin/lm_eval --tasks ...'\"."
         )
     options = [word.partition("=")[0] for word in words[at + 1 :]]
@@ -144,10 +145,19 @@ def _checked_words(line: str) -> list[str]:
     return words
 
 
-def _can_import_harness(python: str) -> bool:
-    """Return whether the Python interpreter `python` finds the package lm_eval."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
-    return subprocess.run([python, "-c", code], capture_output=True, timeout=60).returncode == 0
+def _why_no_module(python: str, module: str) -> str:
+    """Return why `python -m module` cannot run, or "" if it can run or if Python does not answer in time.
+
+    A folder without __init__.py in the current directory is not taken for the module.
+    """
+    code = f"import importlib.util, sys; found = importlib.util.find_spec({module!r}); sys.exit(not (found and found.origin))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return ""
+    except OSError as error:
+        return f"{python} cannot be run: {error}"
+    return f"{python} has no module {module}" if done.returncode else ""
 
 
 def run_harness(

@@ -75,7 +75,7 @@ class EngineTime:
         """Return the seconds of the all-reduces in one decoding step with `tokens` tokens: one after each block.
 
         The result includes the latency even for an engine on one GPU. For such an engine, the latency is an estimate of the
-        time to launch the kernels of the layer.
+        time to launch the kernels of a block.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return self._num_all_reduces * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)

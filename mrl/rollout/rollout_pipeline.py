@@ -256,8 +256,8 @@ class RolloutPipeline:
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
         """Wait for the groups of a step. Returns None if more prompts may be drawn, for example in place of rejected groups.
 
-        Raises NoEngineError if no engine is left. The next call of `send_requests` then sends the requests again. Raises
-        EngineError after `timeout_s` seconds. Also raises the errors of sampling and scoring.
+        Raises NoEngineError if no engine is left, EngineError after `timeout_s` seconds, and the errors of sampling and scoring.
+        After an error of sampling or scoring, the next call of `send_requests` sends the failed requests again.
         """
         start, scoring_s = time.monotonic(), self._scoring_s
         with self._overlap.during("waiting"), self._changed:
@@ -374,8 +374,8 @@ class RolloutPipeline:
     def _fail(self, error: BaseException, requests: Sequence[PromptRequest], num_restarts: int) -> None:
         """Make `wait_step` raise this error, and let the next call of `send_requests` send these prompt requests again.
 
-        The error replaces a stored error only if the stored error is a NoEngineError. Does nothing if `restart` was called since
-        the requests were sent. `num_restarts`: number of calls of `restart` when the requests were sent.
+        The error replaces a stored error only if the stored error is a NoEngineError. `num_restarts`: number of calls of
+        `restart` when the requests were sent. If it has changed, this method does nothing.
         """
         with self._changed:
             if num_restarts != self._num_restarts:

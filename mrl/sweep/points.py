@@ -170,7 +170,7 @@ def grid_points(swept: Sequence[Override]) -> list[PointOverrides]:
 def load_sweep(folder: Path) -> Sweep:
     """Read the sweep in `folder`. The folder may have been moved.
 
-    Raises ValueError if the folder contains no sweep, or a sweep that another version of mrl wrote.
+    Raises ValueError if the folder contains no sweep, or if SWEEP_FILE lacks a key.
     """
     try:
         content = json.loads((folder / SWEEP_FILE).read_text())

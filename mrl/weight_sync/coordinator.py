@@ -157,10 +157,8 @@ class Coordinator:
     def begin_push(self, version: int, base_push: str | None) -> str:
         """Pause the engines and tell them to receive the buckets of a new push. Does not wait until the buckets arrive.
 
-        Returns the name of the push.
-
         If `base_push` is the name of an earlier push, this push sends differences from the weights of that push. If `base_push`
-        is None, this push sends the weights in full.
+        is None, this push sends the weights in full. Returns the name of the push.
         """
         push_name = f"push/{version}/{uuid.uuid4().hex[:8]}"
         for index in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -125,7 +125,8 @@ class LiveSync:
             self.send_endpoint = opener.open_transport(choice, channel, part.buckets)
             self._closing = stack.pop_all()  # closes everything that was opened
         self._ranks = opener.ranks
-        self._coordinator = cast(Coordinator, opener.coordinator)  # None on the other ranks, which do not use it
+        if opener.coordinator is not None:
+            self._coordinator = opener.coordinator  # only rank 0 talks to the engines
         self.sender = part.sender(channel, self.send_endpoint, settings.delta)
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         # Name of each matrix that is sent in FP8 with block scales -> its shape

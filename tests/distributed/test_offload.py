@@ -106,7 +106,7 @@ def offload_and_load(actor) -> None:
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
 
 
-@pytest.mark.extended
+@pytest.mark.extended_except("dense-tp2 pp2 sp-float32-fused")
 @pytest.mark.parametrize("adam", ["fused", "torch"])
 @pytest.mark.parametrize(("kind", "dims", "dtype"), LAYOUTS, ids=str)
 def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path, kind, dims, dtype, adam):

@@ -28,7 +28,7 @@ def calculator(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(start_mrl, calculator):
-    """An asynchronous run of two recorded steps after a supervised warm start, with two trainer ranks."""
+    """An asynchronous run of two recorded steps after a supervised warm start, with two trainer ranks and two engine ranks."""
     small = [
         *SMALL,
         f"data.inputs.folder={calculator}",
@@ -38,6 +38,7 @@ def run(start_mrl, calculator):
         "rollout.mode=async",
         "rollout.max_staleness=0",
         "parallel.tp=2",
+        "rollout.engine_tp=2",
     ]
     done = start_mrl("train", *small, "trainer.max_steps=2").finish()
     assert done.process.returncode == 0, done.output()

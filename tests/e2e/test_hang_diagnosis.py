@@ -247,9 +247,9 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
 @pytest.mark.extended
 def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
     """A Ray task examines the other host."""
+    deadline_s, call = run.deadline_s(run.replicas), partial(run.update, run.replicas)
     monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
     monkeypatch.setattr(ray_wait, "REMOTE_TIMEOUT_S", DIAGNOSED_WITHIN_S)
-    deadline_s, call = run.deadline_s(run.replicas), partial(run.update, run.replicas)
     texts = ("is stopped", "rank 1 (dp 1) waits for other ranks")
     with stopped(run.pid("replica_0")):
         run.check_stall(run.replicas, call, "replica rank 0 (dp 0)", *texts, deadline_s=deadline_s)

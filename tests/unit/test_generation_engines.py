@@ -101,7 +101,6 @@ def test_without_an_engine_the_generation_ends_and_keeps_its_files(configure):
     assert engine.asked == 51 - 24
 
 
-@pytest.mark.extended
 def test_engines_that_die_are_replaced_and_the_responses_stay_the_same(configure, tmp_path, local_servers):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)

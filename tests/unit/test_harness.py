@@ -191,9 +191,9 @@ def test_the_endpoint_requires_the_engine_key_and_passes_refusals_on(configure):
         (
             "no_such_folder/lm_eval --tasks x",
             {},
-            "is not installed here. mrl does not install it. Install it in an environment",
+            "is not installed here. mrl does not install lm_eval. Install it in an environment",
         ),
-        ("{python} -m lm_eval --tasks x", {}, "lm_eval in the environment of .* is not installed here"),
+        ("{python} -m lm_eval --tasks x", {}, r"python\S* has no module lm_eval\. mrl does not install lm_eval"),
         ("helm run", {}, "expected the command line of lm_eval"),
         ("{program} --limit 4", {}, "names no tasks; add --tasks"),
         ("{program} --tasks x --model hf", {}, "mrl sets the option --model; remove it"),

@@ -32,7 +32,7 @@ def test_importing_megatron_on_a_cpu_does_not_import_the_torch_compiler():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.extended
+@pytest.mark.extended_after(1)
 @pytest.mark.parametrize("commands", [("generate", "evaluate"), ("plan", "convert", "doctor")], ids=" ".join)
 def test_commands_without_a_cluster_import_neither_ray_nor_sglang(commands):
     """Without the extra `train`, neither of the two packages is installed."""

@@ -231,15 +231,15 @@ def test_errors_of_sampling_and_scoring_are_raised_by_the_step(start):
 
 
 def test_a_group_whose_scoring_failed_is_sampled_and_scored_again(start):
-    """Scoring fails like this if it samples with engines, and all of them have failed."""
-    errors = [NoEngineError("no engine is left")]
+    """The caller may continue after an error, and `send_requests` forgets the error. It must not forget the group."""
+    errors = [LookupError("no such row")]
 
     def fail_once(unscored) -> None:
         if errors:
             raise errors.pop()
 
     run = start(StalenessBuffer(1, 0), HoldingEngine(), before_scoring=fail_once)
-    with pytest.raises(NoEngineError):
+    with pytest.raises(LookupError):
         run.sample_step(0, [1], 0)
     groups = run.sample_step(0, [1], 0)
     assert groups and groups.numbers == [0]

@@ -337,7 +337,6 @@ print(sorted(opened), sorted(others))
 """
 
 
-@pytest.mark.extended
 def test_no_race_between_threads_opens_a_file_outside_or_creates_a_process(tmp_path, outside):
     """The filter checks only values, which no thread can change afterwards. Landlock checks the file that is in fact opened."""
     secret = tmp_path / "secret"

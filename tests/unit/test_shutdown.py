@@ -160,7 +160,7 @@ def test_a_stopped_process_is_named_and_ended_at_the_deadline(started, monkeypat
         assert stopped.wait(60) in (-signal.SIGTERM, -signal.SIGKILL)
     assert earlier.poll() is None
     named = rf"sleep \(pid {stopped.pid}, stopped\)"
-    waiting = rf"shutdown has taken \d+ s; waiting for the test to end; mrl ends these processes after 5 s: {named}"
+    waiting = rf"shutdown has taken \d+ s; waiting for the test to end\. 5 s after the start of the shutdown, mrl ends: {named}"
     assert re.search(waiting, caplog.text)
     assert f"the test did not end within 5 s; ending sleep (pid {stopped.pid}, stopped)" in caplog.text
 

@@ -263,7 +263,7 @@ ENDS = {  # event -> (variables of the stand-ins, exit status of the job, whethe
 }
 
 
-@pytest.mark.extended_except("preempted", "errors of the doctor")
+@pytest.mark.extended_except("success", "preempted", "errors of the doctor")
 @pytest.mark.parametrize(("variables", "status", "queued_again"), ENDS.values(), ids=ENDS)
 def test_the_exit_status_of_a_job_and_whether_it_is_queued_again(batch, variables, status, queued_again):
     job = batch("run.dir=mine", **variables)

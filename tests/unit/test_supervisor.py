@@ -92,7 +92,6 @@ def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     assert process.stderr.read().count("ended without finishing") == 2
 
 
-@pytest.mark.extended
 def test_the_number_of_restarts_is_limited(run, tmp_path):
     process = run("killed", "99")
     assert process.wait(60) == 128 + 9 and len(starts(tmp_path)) == 4

@@ -279,7 +279,7 @@ def _check_infiniband_host(host: HostFacts, num_active: int) -> Iterator[DoctorF
 
 
 def check_collectives(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find the first all-reduce that failed or did not finish. Later all-reduces are not reported, because they hang too."""
+    """Find the first all-reduce that failed or did not finish. Later all-reduces are not reported, because they did not begin."""
     for one in cluster.collectives:
         if one.seconds is None:
             single_host_fix = "NCCL_DEBUG=INFO mrl doctor --all-reduce; nvidia-smi topo -m"
