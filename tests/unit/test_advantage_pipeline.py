@@ -147,7 +147,7 @@ def test_the_critic_learns_unwhitened_returns():
     assert np.abs(plain.columns["advantages"] - white.columns["advantages"]).max() > 0.1
 
 
-@pytest.mark.parametrize("size", [3, 5, 7, 10])
+@pytest.mark.parametrize("size", [1, 3, 5, 7, 10])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 def test_whitening_equal_advantages_gives_exactly_zero(size, reward):
     scored = ScoredBatch(np.full(size, reward), np.arange(size), np.ones(size, int), np.zeros(size, bool))
@@ -297,6 +297,10 @@ def one_too_many(rewards, groups, rng):
     return np.ones(len(rewards) + 1)
 
 
+def one_too_few(rewards, groups, rng):
+    return np.ones(len(rewards) - 1)
+
+
 def half(rewards, groups, rng):
     return np.full(len(rewards), 0.5)
 
@@ -305,7 +309,11 @@ def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
     scored, pipeline = make_scored(), AdvantagePipeline(GRPO(), PPOClip())
     found = replace(pipeline, resampling=every_second)(scored, {}, 0.0, [0])
     assert found.counts.tolist() == [0, 0, 2, 0, 2, 0, 0] and found.excluded.tolist() == (found.counts == 0).tolist()
-    for wrong, array in ((one_too_many, r"shape \(6,\)"), (half, r"shape \(5,\), which contains 0\.5")):
+    for wrong, array in (
+        (one_too_many, r"shape \(6,\)"),
+        (one_too_few, r"shape \(4,\)"),
+        (half, r"shape \(5,\), which contains 0\.5"),
+    ):
         with pytest.raises(
             ValueError, match=rf"{wrong.__name__}.* returned an array of {array}; expected 5 whole numbers"
         ):

@@ -6,7 +6,7 @@ import torch
 from loss_cases import clip, loss_and_gradient, loss_inputs, make_case, slopes
 
 from mrl.algorithms.losses import DPPO, DRO, ClipCov, PPOClip, ValueLoss, binary_kl
-from mrl.algorithms.sequence_losses import GSPO, TOPR, VESPO, GSPOToken
+from mrl.algorithms.sequence_losses import GMPO, GSPO, TOPR, VESPO, GSPOToken
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -23,6 +23,7 @@ def test_the_metric_clip_fraction_marks_the_tokens_whose_loss_the_clip_changes(s
         GSPO(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
         GSPOToken(clip_low=0.1, clip_high=0.2): outside(means, 0.1, 0.2),
         ClipCov(clip_low=0.2, clip_high=0.3): outside(ratio, 0.2, 0.3),
+        GMPO(clip_low=0.1, clip_high=0.2): outside(ratio, 1 - np.exp(-0.1), np.exp(0.2) - 1),
         TOPR(): (case.advantages < 0) & (sums[case.rows] > 0),
     }
     for loss, marked in expected.items():

@@ -119,6 +119,10 @@ def test_a_chain_begins_with_the_sender_and_enters_each_host_at_most_once(number
     inside, between = forwarded_bytes(steps, hosts)
     copies = sum(b.nbytes * len({relays[r] for r in b.receivers} - {b.sender}) for b in transfers.buckets)
     assert inside + between == copies and between > 0
+    moves = [(rank, step.next, step.bucket.nbytes) for rank, each in enumerate(steps) for step in each]
+    assert inside == sum(
+        size for rank, following, size in moves if following is not None and hosts[rank] == hosts[following]
+    )
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 5))

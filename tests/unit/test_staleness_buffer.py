@@ -95,6 +95,18 @@ def test_fast_groups_are_preferred_unless_steps_train_in_order():
     assert [groups.numbers for groups in in_order] == [[0], [1], [2]]
 
 
+def test_a_step_waits_for_an_older_group_if_later_steps_could_not_take_all_of_them_in_time():
+    """N = 1 and K = 3. Request 0 may train until step 6, requests 1 and 2 until step 7: step 5 must take one of them."""
+    buffer = StalenessBuffer(1, 3)
+    versions = [3, 4, 4, 5]
+    buffer.restore(4, [PromptRequest(number, 7, version) for number, version in enumerate(versions)], 5)
+    assert [request.min_weight_version for request in buffer.untrained_requests] == versions
+    buffer.finish(3, "group 3", True)
+    assert buffer.take_step(5) is None
+    buffer.finish(2, "group 2", True)
+    assert buffer.take_step(5).numbers == [2]
+
+
 def test_a_buffer_is_restored_from_its_waiting_requests():
     buffer = StalenessBuffer(2, 1)
     buffer.admit([5, 6, 7, 8], 0)

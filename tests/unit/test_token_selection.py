@@ -36,8 +36,9 @@ def test_the_tokens_with_the_largest_entropy_of_the_whole_step_are_selected():
         rng,
     )
     assert equal["top_entropy"].all(), "all tokens with the entropy of the quantile are trained"
-    with pytest.raises(ValueError, match=r"fraction=20: expected a number from 0 to 1"):
-        TopEntropy(PPOClip(), 20)
+    for wrong in (20, 1.5, -0.1):
+        with pytest.raises(ValueError, match=rf"fraction={wrong}: expected a number from 0 to 1"):
+            TopEntropy(PPOClip(), wrong)
 
 
 def test_the_restriction_to_the_largest_entropies_keeps_what_the_other_loss_declares():
