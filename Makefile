@@ -17,7 +17,7 @@ train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g
 test: lint ## lint, then the core tests: about ten minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
-test-all: lint browser ## lint, all tests except those that need GPUs, Slurm or hours, then the mutation score: about three hours on two cores
+test-all: lint browser ## lint, all tests except those that need GPUs, Slurm or hours, then the mutation score: two to three hours on two cores
 	@scripts/fetch_te_python.sh
 	@scripts/fetch_perfetto.sh
 	@scripts/fetch_peers.sh
