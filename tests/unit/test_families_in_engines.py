@@ -190,9 +190,8 @@ def test_engine_ranks_with_the_same_key_head_cannot_normalize_all_keys_together(
     if not is_refused:
         assert engine_parallel_sizes(config, actor).tp == 4
         return
-    with pytest.raises(
-        ValueError, match=r"rollout.engine_tp=4: .* 2 key/value heads of Olmo2ForCausalLM, .*; use at most 2"
-    ):
+    message = "2 key/value heads of Olmo2ForCausalLM, it would count a head twice; use at most 2"
+    with pytest.raises(ValueError, match=rf"rollout.engine_tp=4: .* {message}"):
         engine_parallel_sizes(config, actor)
 
 
