@@ -9,7 +9,8 @@ state to a sequence. They also need a GPU and the packages flash-linear-attentio
 delta net needs at least tp x cp key heads. Their constructors and their forward passes would all have to be replaced, so the
 classes of this module do not derive from them. The fields of the config are Megatron's.
 
-In shapes, S is the number of real tokens of the pack, L is the number of tokens on this rank, and H is the hidden size.
+In shapes, S is the number of real tokens of the pack, L is the number of tokens of this context-parallel rank (padding
+included), and H is the hidden size.
 """
 
 from collections.abc import Mapping
@@ -36,16 +37,19 @@ CONVOLVED, GATE, HEAD_SCALARS = "convolved", "gate", "head_scalars"  # keys of `
 
 
 class RecurrencePlanCache:
-    """Keeps the plan of the last pack, because all recurrent layers of a virtual stage and their recomputation use it."""
+    """Keeps the plan of the last pack.
 
-    def __init__(self, kernel: int) -> None:
-        """`kernel`: number of tokens that the convolution reads for one token."""
-        self.kernel = kernel
+    All recurrent layers of a virtual stage use the same plan, in the forward pass and in a recomputation.
+    """
+
+    def __init__(self, conv_width: int) -> None:
+        """`conv_width`: number of tokens that the convolution reads for one token."""
+        self.conv_width = conv_width
         self._last: tuple[PackedSequences, RecurrencePlan] | None = None
 
     def __call__(self, pack: PackedSequences, device: torch.device) -> RecurrencePlan:
         if self._last is None or self._last[0] is not pack:
-            self._last = pack, RecurrencePlan.of(pack, self.kernel, device)
+            self._last = pack, RecurrencePlan.of(pack, self.conv_width, device)
         return self._last[1]
 
 
@@ -59,7 +63,7 @@ class PackedRecurrence(MegatronModule):
 
     Under context parallelism, every rank gathers the projections of the whole pack and computes the convolution and the
     recurrence for all tokens, because ranks that split a recurrence along the sequence would have to wait for each other. Each
-    rank computes the gates, the norm and the matrices only for its own tokens.
+    rank computes the input and output projections, the gates and the norm only for its own tokens.
     """
 
     sharded: ClassVar[Mapping[str, int]]  # parameter of the layer itself -> dim that tensor parallelism shards
@@ -108,8 +112,8 @@ class PackedRecurrence(MegatronModule):
         """Return the sizes and the parameters of this layer, and set the attributes that `_recur` and `_gated_norm` need.
 
         The result is: the number of groups of heads on all ranks together; `rows_per_group`; the number of elements of the
-        outputs of all heads for one token; and a dict of the initial values of this rank's parameters. Megatron's flat buffers
-        have the parameters in the order of the dict.
+        outputs of all heads for one token; and a dict of the initial values of this rank's parameters. The order of the dict
+        determines the order of the parameters in Megatron's flat buffers.
         """
         raise NotImplementedError
 
@@ -217,10 +221,10 @@ class PackedMamba2(PackedRecurrence):
 
     The layer projects each token to gates, values (x in the paper), keys (B), queries (C), and one number for each head. All
     heads of a group have the same key and query. The step (Delta) of a head, softplus(number + dt_bias), is the weight of the
-    update of the state. The step times a learned rate, exp(A_log), determines the decay of the state. The layer adds D times
-    the value, where D is learned, to the output of the recurrence. It then multiplies the sum by the gate, and normalizes the
-    product over all heads of a group. A group has the rows of its gates, its values, its key, its query, and one number for
-    each of its heads.
+    update of the state. Before the update, the state is multiplied by exp(-exp(A_log) * step), where A_log is learned. The
+    layer adds D times the value, where D is learned, to the output of the recurrence. It then multiplies the sum by the gate,
+    and normalizes the product over all heads of a group. A group has the rows of its gates, its values, its key, its query, and
+    one number for each of its heads.
     """
 
     sharded = dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight"), 0)

@@ -215,7 +215,7 @@ class FamilyPage:
         message = find_message(read_module(self.root, Path(entry["file"])), entry["words"])
         if message is None:
             self.problems.append(f"{TABLE}: {entry['file']} has no message with {entry['words']!r}: correct it.")
-        says = entry.get("says", "").format(values=", ".join(values))
+        says = entry.get("says", "").format(values="; ".join(values))
         text = f"{says + ': ' if says else ''}`{message}` (`{entry['file']}`)"
         if text not in self.notes:
             self.notes.append(text)

@@ -40,9 +40,9 @@ class HFFolderWriter:
     """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
-    final name when all its tensors are written. The tensors have their names in the rows of the model family
-    (`param_mappings`), in which each expert has tensors of its own. If the folder stacks the experts of a layer, each tensor of
-    an expert is written to its slice of the stack (models/conversion/expert_stacks.py).
+    final name when all its tensors are written. `write` takes each tensor under the name that Family.param_mappings gives it;
+    there, each expert has tensors of its own. If the folder stacks the experts of a layer, each tensor of an expert is written
+    to its slice of the stack (models/conversion/expert_stacks.py).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HFFolderWriter:
     ) -> None:
         """`tensors`: all tensors of the model, in file order. A tensor larger than `max_shard_bytes` gets a file of its own.
 
-        `unchanged`: further tensors, which have no influence on the dtype in config.json.
+        `unchanged`: tensors that are copied from another folder byte for byte. They do not influence the dtype in config.json.
         """
         self._dtype = TORCH_NAMES[main_dtype(tensors)]
         tensors = {**tensors, **(unchanged or {})}
@@ -159,8 +159,8 @@ def write_export(
     """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `extra_files` (file name -> text).
 
     `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. With `copy_mtp`,
-    the folder also gets the MTP layers of the folder of `config`, byte for byte, unless they are among `tensors`. `target`
-    appears when it is complete. Raises FileExistsError if `target` exists.
+    MTP layers that are not among `tensors` are copied byte for byte from the folder that contains `config`. `target` appears
+    when it is complete. Raises FileExistsError if `target` exists.
     """
     target = Path(target)
     if target.exists():

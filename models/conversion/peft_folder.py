@@ -38,7 +38,7 @@ _INITIAL_VALUES = (True, False, "gaussian", None)
 
 
 def write_peft(matrices: Mapping[str, "Tensor"], lora: LoraConfig, model_path: str, target: str | Path) -> None:
-    """Write a PEFT folder `target`. `matrices`: name in PEFT -> matrix A or B on the CPU, for all matrices.
+    """Write a PEFT folder `target`. `matrices`: name in PEFT -> tensor on the CPU, for every matrix A and B.
 
     `model_path`: folder of the base model. `target` must not exist yet, and appears when it is complete.
     """
@@ -100,22 +100,22 @@ def check_peft(lora: LoraConfig, family: Family, arch: Architecture) -> None:
             "model; expected true, false or 'gaussian'."
         )
     for name, field, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
-        if fields.get(name) != value:
+        if (found := fields.get(name)) != value:
             raise ValueError(
-                f"lora.{field}={value}: the adapters in {folder} have {name}={fields.get(name)}; set lora.{field} to it."
+                f"lora.{field}={value}: the adapters in {folder} have {name}={found}; set lora.{field}={found}."
             )
     _check_matrices(lora, family, arch, folder / WEIGHTS)
 
 
 def peft_warnings(lora: LoraConfig, dtype: str) -> list[str]:
-    """Return a warning for each difference between a run with model.dtype=`dtype` and the run that wrote the folder lora.path."""
+    """Return warnings if the adapters in lora.path had dropout, or if their dtype is wider than model.dtype=`dtype`."""
     folder, found = Path(str(lora.path)), []
     if dropout := json.loads((folder / CONFIG).read_text()).get("lora_dropout"):
         found.append(
             f"lora.path={folder}: was trained with lora_dropout={dropout}, but mrl's adapters have no dropout."
         )
     stored = {entry.dtype for entry in read_header(folder / WEIGHTS).values()}
-    itemsize = next(ITEM_BYTES[name] for name, of_torch in TORCH_NAMES.items() if of_torch == dtype)
+    itemsize = next(ITEM_BYTES[name] for name, torch_name in TORCH_NAMES.items() if torch_name == dtype)
     if wider := sorted(name for name in stored if ITEM_BYTES[name] > itemsize):
         found.append(
             f"lora.path={folder}: its matrices are {', '.join(wider)}, and are rounded to model.dtype={dtype}."
@@ -129,10 +129,15 @@ def _check_matrices(lora: LoraConfig, family: Family, arch: Architecture, path: 
     found = {name: entry.shape for name, entry in entries.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:
-        first = wrong[0]
-        raise ValueError(
-            f"lora.path: {len(wrong)} tensors of {path} do not fit; the first is {first}: shape {found.get(first)}, expected "
-            f"{expected.get(first)}. Set lora.targets to the matrices of these adapters."
-        )
+        first, advice = wrong[0], "set lora.targets to the matrices of these adapters."
+        if first not in found:
+            reason = f"is missing; {advice}"
+        elif first not in expected:
+            reason = f"belongs to a matrix that lora.targets does not name; {advice}"
+        else:
+            reason = (
+                f"has the shape {found[first]}; expected {expected[first]}. The adapters do not belong to model.path."
+            )
+        raise ValueError(f"lora.path: {len(wrong)} tensors of {path} do not fit; the first, {first}, {reason}")
     if bad := next((name for name, entry in entries.items() if entry.dtype not in ITEM_BYTES), None):
         raise ValueError(f"lora.path: {bad} in {path} is {entries[bad].dtype}; expected {', '.join(ITEM_BYTES)}.")

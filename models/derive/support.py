@@ -1,6 +1,7 @@
-"""Names the operators that the probes recognize, but that a derived family cannot have.
+"""Lists operators that models.derive.probes recognizes in a model, but that a derived family cannot have.
 
-Some families in models/families have such operators, for example sliding windows. These families are written by hand.
+A derived family is a family that `mrl family derive` writes. Some families in models/families have such operators, for example
+sliding windows. These families are written by hand.
 """
 
 from models.derive.probes import Match
@@ -32,10 +33,10 @@ def _rotations(structure: Structure, fields: dict) -> list[str]:
             "attention: RoPE rotates interleaved pairs (2i, 2i + 1) in some layers and pairs (i, i + D/2) in others"
         )
     if len({o.scaling for o in options}) > 1:
-        lines.append("attention: only some layers scale the queries by their positions")
+        lines.append("attention: the layers scale the queries by position in different ways")
     if any(o.rope == "none" for o in options) and not lists_layers_without_rope(structure, fields):
         lines.append(
-            "attention: a layer has no rotary embedding, and no field no_rope_layers says which layers have one"
+            "attention: a layer has no rotary embedding, and the config has no field no_rope_layers that says so"
         )
     return lines
 
@@ -50,7 +51,7 @@ def lists_layers_without_rope(structure: Structure, fields: dict) -> bool:
 def _attention(match: Match, fields: dict) -> list[str]:
     options, lines = match.options["attention"], []
     if options.window is not None:
-        lines.append(f"attention: sliding window of {options.window} tokens in the tiny model")
+        lines.append(f"attention: sliding window ({options.window} tokens in the tiny model that this command builds)")
     if options.softcap is not None:
         lines.append(f"attention: soft cap of the scores, {options.softcap}{fields_with(fields, options.softcap)}")
     if options.scale is not None:

@@ -18,13 +18,13 @@ from models.derive.tiny_config import build_config
 NUM_TOKENS = 24  # more than 16, the original_max_position_embeddings of a tiny config with scaled RoPE
 
 
-def num_parameters(found: dict[str, Any]) -> int:
-    """Return the number of parameters of the model whose config has the fields `found`. A tied embedding counts once.
+def num_parameters(fields: dict[str, Any]) -> int:
+    """Return the number of parameters of the model whose config has these fields. A tied embedding counts once.
 
     The parameters are not allocated.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(build_config(found))
+        model = AutoModelForCausalLM.from_config(build_config(fields))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -39,12 +39,12 @@ class Call:
 class TinyModel:
     """A random model of transformers, its checkpoint tensors, and a recorded forward pass."""
 
-    def __init__(self, found: dict[str, Any], seed: int = 0) -> None:
-        """Build the model of a tiny config with the fields `found`, in float32. Norm weights and biases are random, too."""
+    def __init__(self, fields: dict[str, Any], seed: int = 0) -> None:
+        """Build the model of a tiny config with these fields, in float32. Norm weights and biases are random, too."""
         torch.manual_seed(seed)
         logging.disable_progress_bar()
-        self.fields = found
-        self.config: PreTrainedConfig = build_config(found)
+        self.fields = fields
+        self.config: PreTrainedConfig = build_config(fields)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
             self.config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
@@ -113,7 +113,7 @@ class TinyModel:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Name of a checkpoint tensor -> name of the tensor in memory that contains its bytes.
+        """Name of a tensor in the checkpoint -> name of the parameter or buffer of `model` that has its values.
 
         Some names differ, because transformers renames some tensors, and stacks experts.
         """
@@ -130,7 +130,8 @@ class TinyModel:
 def _owner(tensor: Tensor, memory: dict[str, Tensor]) -> str | None:
     """Return the name of the tensor in `memory` that equals `tensor`, or that contains `tensor` in a stack of experts.
 
-    In a stack, only the first row of `tensor` is searched, so `tensor` may also be a part of a stacked matrix.
+    In a stack, the function looks only for the first row of `tensor`. So it also finds a `tensor` that is a part of a stacked
+    matrix, such as the gate in a matrix of gate and up.
     """
     for name, whole in memory.items():
         if whole.shape == tensor.shape and whole.equal(tensor):
@@ -150,7 +151,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Add noise to all vectors except inv_freq (frequencies of RoPE), and to matrices of biases.
+    """Add noise to all vectors (except inv_freq, the frequencies of RoPE), and also to biases that are matrices.
 
     Vectors are, for example, norm weights, biases, sinks and correction biases. transformers sets them to 0 or 1.
     """

@@ -191,7 +191,7 @@ _DEFAULTS = DEFAULTS | dict(
     use_sliding_window=False,
 )
 _ENGINE_RENAMES = {".self_attn.": "."}  # in SGLang, the modules of the attention belong to the decoder layer
-_UNSUPPORTED = frozenset([_OTHER_LAYERS, _OTHER_ROPE, _DENSE_LAYERS, "qkv_bias", "proj_bias"])
+_UNSUPPORTED = frozenset([_OTHER_LAYERS, _OTHER_ROPE, "qkv_bias", "proj_bias"])
 
 
 def translate_qwen3_5(config: HFConfig) -> Architecture:
@@ -265,7 +265,7 @@ QWEN3_NEXT = Family(
         num_experts=512,
     ),
     engine_required_fields=("full_attention_interval",),
-    engine_unsupported_parts=_UNSUPPORTED,
+    engine_unsupported_parts=_UNSUPPORTED | {_DENSE_LAYERS},
     engine_float32=("linear_attn.A_log",),
     engine_renames=_ENGINE_RENAMES,
     engine_needs_gpu=True,

@@ -41,7 +41,7 @@ class AttentionSizes:
     response: int  # tokens of each response
 
 
-ATTENTIONS = {  # full and small have the heads of Qwen3-4B
+SIZES_BY_NAME = {  # full and small have the heads of Qwen3-4B
     "full": AttentionSizes(32, 8, 128, 32768, 2048, 16, 8192),
     "small": AttentionSizes(32, 8, 128, 16384, 1024, 8, 2048),
     "toy": AttentionSizes(4, 2, 16, 256, 32, 4, 64),
@@ -49,15 +49,15 @@ ATTENTIONS = {  # full and small have the heads of Qwen3-4B
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
 """Function of (query, key, value, pack) -> [L, heads, channels] for the L tokens of the pack.
 
-Several batched calls compute the attention of a pack (PackedSequences.calls). The rows of query, key and value are in the order
-in which these calls read them. The rows of the result are in the order of the queries.
+The attention of a pack is divided into chunks (PackedSequences.chunks). The rows of query, key and value are in the order of the
+chunks. The rows of the result are in the order of the queries.
 """
 
 
 def measure_attention(job: SectionJob) -> None:
     """Section attention: measure the forward and backward pass of one layer's attention, for each pack and kernel."""
     start_one_rank()
-    sizes = ATTENTIONS[job.spec.size]
+    sizes = SIZES_BY_NAME[job.spec.size]
     for name, segments in packs(sizes).items():
         _measure_pack(job, sizes, name, segments)
 
@@ -79,8 +79,8 @@ def _measure_pack(job: SectionJob, sizes: AttentionSizes, name: str, segments: l
         with job.case(f"{name}: {kernel}"):
             with torch.no_grad():
                 out = forward(*inputs).flatten(1)
-            memory, seconds = peak_memory(run), seconds_of(run)
-            values: list[Value] = [("time", 1e3 * seconds, "ms"), ("size", tokens, "tokens"), *memory]
+            memory_values, seconds = peak_memory(run), seconds_of(run)
+            values: list[Value] = [("time", 1e3 * seconds, "ms"), ("size", tokens, "tokens"), *memory_values]
             values += job.efficiency(flops / seconds / 1e12)
             if reference is not None:
                 values.append(("difference from the first kernel", (out - reference).abs().max().item(), ""))
@@ -235,7 +235,7 @@ def transformer_engine_kernel(sizes: AttentionSizes) -> AttentionKernel:
 
 
 def _bounds(packed: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
-    """Return the fields of ChunkBounds: cu_seqlens of queries and keys, and the largest number of each in a chunk."""
+    """Return cu_seqlens of the queries and of the keys, and the largest numbers of queries and of keys in a chunk."""
     assert packed.chunks is not None, "pack() sets the chunks"
     chunks = packed.chunks
     return chunks.queries, chunks.keys, chunks.max_queries, chunks.max_keys

@@ -37,8 +37,8 @@ class SftConfig:
     )
     train: str | None = key(
         None,
-        "Parquet or jsonl file with the columns that the objective needs: prompt and response, or prompt, chosen and rejected, "
-        "or prompt, completion and label. With null, `mrl train` has no warm start.",
+        "Parquet or jsonl file with the columns that the objective needs: (prompt, response), (prompt, chosen, rejected) or "
+        "(prompt, completion, label). With null, `mrl train` has no warm start.",
     )
     test: str | None = key(
         None,
@@ -98,7 +98,7 @@ class GenerateConfig:
         "prompts",
         least=1,
     )
-    requests_in_flight: int = key(256, "Largest number of concurrent requests to one engine.", "responses", least=1)
+    requests_in_flight: int = key(256, "Largest number of concurrent requests to one engine.", "requests", least=1)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,9 @@ class EvaluateConfig:
     )
     columns: dict[str, Any] = key(
         dict,
-        "Column names in the files of another tool, such as {response: completion}. The keys are prompt, response, "
-        "ground_truth, data_source, extra_info, ability, style and num_tokens. mrl knows the column names of verl, "
+        "Name of a column in mrl -> its name in the files of another tool. {response: completion} means that the column "
+        "completion has the responses. The names in mrl are prompt, response, ground_truth, data_source, extra_info, ability, "
+        "style and num_tokens. mrl knows the column names of verl, "
         "lm-evaluation-harness and lighteval.",
     )
     harness: str | None = key(
@@ -154,9 +155,9 @@ def _efficiency() -> dict[str, float]:
     """Return the default of plan.efficiency: the fractions of the vendor's peak speeds that a GPU attains.
 
     `matmul` and `attention` come from one H100 (benchmarks/README.md, "One H100"). Single matrix products attain 0.68 to 0.73 and
-    attention kernels 0.24 to 0.52 of the peak. The planner's times have no terms for norms, activations, RoPE and the loss, so
-    `matmul` and `attention` also account for this work. With 0.38 and 0.3, the predicted times of the two updates that were
-    measured are correct within 6 %. `bandwidth` is below the 0.83 that a plain copy attains. `experts` has not been measured.
+    attention kernels 0.24 to 0.52 of the peak. The planner's times have no terms for norms, activation functions, RoPE and the
+    loss, so `matmul` and `attention` also account for this work. With 0.38 and 0.3, the planner predicts the times of the two
+    measured updates within 6 %. `bandwidth` is below the 0.83 that a plain copy attains. `experts` has not been measured.
     """
     return dict(matmul=0.38, attention=0.3, experts=0.35, bandwidth=0.75)
 
@@ -173,9 +174,9 @@ class PlanConfig:
     )
     prompt_tokens: int | None = key(
         None,
-        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens. Default in "
-        "`mrl plan search`: the mean length in data.train if its files and the tokenizer exist, otherwise "
-        "data.max_prompt_tokens if set, otherwise 512.",
+        "Length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise rollout.max_response_tokens as a cautious "
+        "guess; at most what the context leaves beside the response. Default in `mrl plan search`: the mean length in data.train "
+        "if its files and the tokenizer exist, otherwise data.max_prompt_tokens if set, otherwise 512.",
         "tokens",
         least=1,
     )
@@ -208,8 +209,8 @@ class PlanConfig:
     efficiency: dict[str, Any] = key(
         _efficiency,
         "Attained fractions of the peak FLOP/s (matmul, attention, experts) and of the peak memory bandwidth (bandwidth). matmul "
-        "also covers norms and activations. The defaults of matmul and attention are fitted to measured updates on an H100; the "
-        "defaults of experts and bandwidth are assumed.",
+        "and attention also account for norms, activation functions, RoPE and the loss. The defaults of matmul and attention are "
+        "fitted to measured updates on an H100; the defaults of experts and bandwidth are assumed.",
         above=0,
     )
     latency_us: float = key(10.0, "Latency of one collective operation.", "us", least=0)

@@ -89,7 +89,9 @@ class FaultToleranceConfig:
 
     max_restarts: int = key(
         5,
-        "Largest number of restarts of failed processes between two checkpoints. One more failure ends the run.",
+        "Training: largest number of restarts of lost processes between two checkpoints; replaced engines do not count. "
+        "Served models: largest number of replaced servers of each model. mrl generate and mrl evaluate: largest number of "
+        "replaced engines.",
         least=0,
     )
     engine_stall_timeout_s: float = key(

@@ -31,6 +31,7 @@ type Values = Mapping[str, Any]
 type Overrides = dict[str, Any]
 """mrl keys -> their values."""
 type Rule = str | Note | Callable[[Any, Values], Overrides | Note]
+"""The mrl key with the same meaning, a note, or a function (value of the key, all values) -> overrides or a note."""
 
 
 def is_on(value: Any) -> bool:
@@ -65,7 +66,7 @@ SLIME_EVALUATION = {
     "eval-top-k": "top_k",
     "eval-max-response-len": "max_response_tokens",
 }
-IN_TEST_SETS = Note("part of data.test_sets", user_must_act=False)
+IN_TEST_SETS = Note("used for data.test_sets", user_must_act=False)
 
 
 def slime_held_out(value: Any, values: Values) -> Overrides:
@@ -100,8 +101,7 @@ def mini_batches(total: str, value: Any, values: Values) -> Overrides | Note:
 
     If `total` is several keys joined by *, the batch size is the product of their values.
     """
-    sizes = [values.get(name) for name in total.split("*")]
-    if any(size is None for size in sizes):
+    if None in (sizes := [values.get(name) for name in total.split("*")]):
         return Note(f"algorithm.mini_batches is {total} divided by this size; {total} is not in this config")
     size = prod(int(str(each)) for each in sizes)
     return {"algorithm.mini_batches": max(1, size // int(value))}
@@ -152,8 +152,8 @@ def lora_rank(alpha: str, default_alpha: int, value: Any, values: Values) -> Ove
 def lora_targets(value: Any, values: Values) -> Overrides | Note:
     if isinstance(value, list) and value != ["all-linear"]:
         return {"lora.targets": value}
-    is_default = isinstance(value, list) or value == "all-linear"
-    return Note("by default, all linear layers outside routed experts have adapters", user_must_act=not is_default)
+    text = "by default, all linear layers outside routed experts have adapters; lora.targets lists others"
+    return Note(text, user_must_act=not isinstance(value, list) and value != "all-linear")
 
 
 def trackers(value: Any, values: Values) -> Overrides:
@@ -192,7 +192,7 @@ VERL_SCALES: dict[str, tuple[Overrides, Overrides]] = {  # estimator -> override
     "grpo_passk": ({"algorithm.advantage.normalize_std": True}, {"algorithm.advantage.normalize_std": False}),
 }
 WITHOUT_CLIP = ("rloo", "remax", "opo", "gpg")
-"""Configs of mrl whose loss is the plain policy gradient. verl combines the estimators of these configs with PPO's clip."""
+"""Configs of mrl whose loss is the plain policy gradient, although verl uses PPO's clip with the same estimator."""
 _TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
 _SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
 VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> the loss, and the aggregation if verl fixes it for this loss
@@ -288,7 +288,7 @@ def verl_optim_rules(prefix: str, optim: str) -> dict[str, Rule]:
         f"{prefix}.betas": f"{optim}.betas",
         f"{prefix}.clip_grad": f"{optim}.clip_grad",
         f"{prefix}.lr_warmup_steps": lambda value, values: (
-            {f"{optim}.warmup_steps": value} if int(value) > 0 else Note("-1: the ratio applies", user_must_act=False)
+            {f"{optim}.warmup_steps": value} if int(value) > 0 else Note("lr_warmup_steps_ratio decides", False)
         ),
         f"{prefix}.lr_warmup_steps_ratio": partial(warmup_steps, optim, "trainer.total_training_steps"),
         f"{prefix}.total_training_steps": Note("trainer.max_steps decides", user_must_act=False),
@@ -334,7 +334,7 @@ def num_engines(value: Any, values: Values) -> Overrides | Note:
 def slime_nodes(value: Any, values: Values) -> Overrides | Note:
     """Compute the number of trainer ranks from the number of nodes. By default, slime uses 8 GPUs of each node."""
     if "actor-num-gpus-per-node" in values:
-        return Note("part of parallel.world_size", user_must_act=False)
+        return Note("used for parallel.world_size", user_must_act=False)
     return {"parallel.world_size": int(value) * 8}
 
 
@@ -363,7 +363,7 @@ def trl_prompts(completions: int, values: Values) -> Overrides:
 
 
 def verl_estimator(value: Any, values: Values) -> Overrides | Note:
-    """Select mrl's config for an advantage estimator. If the loss of this config does not clip, also select verl's loss."""
+    """Select mrl's config for an advantage estimator. For a config in WITHOUT_CLIP, also select verl's loss."""
     found = choice("estimator", ALGORITHMS, value, values)
     if isinstance(found, Note):
         return found
@@ -454,12 +454,12 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
 
 
 def trl_lora(value: Any, values: Values) -> Overrides | Note:
-    """Translate trl's LoRA keys, with trl's defaults. For most model families, PEFT adapts q_proj and v_proj by default."""
+    """Translate trl's LoRA keys, with trl's defaults. The targets are PEFT's default for most model families."""
     if not is_on(value):
         return Note("off is the default", user_must_act=False)
     targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)
-    scale = {"lora.alpha": values.get("lora_alpha", 32)}
-    return {"lora.rank": values.get("lora_r", 16)} | scale | (targets if isinstance(targets, dict) else {})
+    sizes = {"lora.rank": values.get("lora_r", 16), "lora.alpha": values.get("lora_alpha", 32)}
+    return sizes | (targets if isinstance(targets, dict) else {})
 
 
 def trl_top_entropy(value: Any, values: Values) -> Overrides | Note:

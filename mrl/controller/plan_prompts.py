@@ -30,11 +30,11 @@ from mrl.tracking.console import show_warning
 
 logger = logging.getLogger(__name__)
 
-_BACKUP, _BACKEND = "enable_weights_cpu_backup", "image_processor_backend"  # server arguments of SGLang
+_WEIGHTS_BACKUP, _PIXEL_BACKEND = "enable_weights_cpu_backup", "image_processor_backend"  # server arguments of SGLang
 RESPONSE_END_KEYS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
-A held-out set that sets none of the other sampling keys is sampled twice (see plan_evaluations).
+If a held-out set sets only keys of these, it is still sampled twice (see plan_evaluations).
 """
 DATA_TEST = ""  # name of data.test among the held-out sets
 NO_SUFFIX = ""  # `metric_suffix` of a set with sampling keys of its own: its metric names have no suffix
@@ -43,8 +43,9 @@ NO_SUFFIX = ""  # `metric_suffix` of a set with sampling keys of its own: its me
 def plan_evaluations(config: Config) -> tuple[HeldOutEvaluation, ...]:
     """Return how an evaluation samples and scores the held-out sets.
 
-    By default, a set is sampled once at temperature 1 and once greedily. A set that has a key such as n or temperature is
-    sampled once, as its keys say. Raises ValueError for an invalid value, or if two sets have the same name in metrics.
+    By default, a set is sampled once at temperature 1 and once greedily. A set that has a sampling key outside
+    RESPONSE_END_KEYS, such as n or temperature, is sampled once, as its keys say. Raises ValueError for an invalid value, or if
+    two sets have the same name in metrics.
 
     The field `metric_suffix` of an evaluation is the suffix of its metric names: "sampled", "greedy" or NO_SUFFIX.
     """
@@ -131,7 +132,7 @@ def load_prompt_datasets(
     A row that the reward cannot score is a bad row. Raises ValueError if a row cannot be used and the config does not skip such
     rows.
     """
-    train = [replace(source, unusable_reason=find_unscored(reward)) for source in train_sources(config.data)]
+    train = [replace(source, unusable_reason=unscored_row_check(reward)) for source in train_sources(config.data)]
     held_out = [_held_out_source(source, config, actor, reward, evaluations) for source in test_sources(config.data)]
     data = _load_prompts(config, actor, train, "train")
     test = _load_prompts(config, actor, held_out, "test") if held_out else None
@@ -156,10 +157,10 @@ def _held_out_source(
     of_set = [evaluation for evaluation in evaluations if source.name in evaluation.sets]
     response_tokens = max(evaluation.sampling.max_new_tokens for evaluation in of_set)
     limit = max_prompt_length(config, actor.context, response_tokens, response_limit_section(source.name))
-    return replace(source, unusable_reason=find_unscored(of_set[0].reward or reward), max_prompt_tokens=limit)
+    return replace(source, unusable_reason=unscored_row_check(of_set[0].reward or reward), max_prompt_tokens=limit)
 
 
-def find_unscored(reward: Reward) -> Callable[[PromptExample], str]:
+def unscored_row_check(reward: Reward) -> Callable[[PromptExample], str]:
     """Return a function that returns why the reward cannot score responses to a row, or "" if it can."""
     reasons: dict[tuple[str, str, str], str] = {}  # (data source, ability, style) -> reason
 
@@ -177,7 +178,7 @@ def image_args(actor: ModelPlan) -> dict[str, Any]:
     """Return server arguments that make SGLang compute pixels and position embeddings of an image model as trainers do."""
     if not actor.arch.vision:
         return {}
-    return {"enable_precise_embedding_interpolation": True, _BACKEND: PROCESSOR_BACKEND}
+    return {"enable_precise_embedding_interpolation": True, _PIXEL_BACKEND: PROCESSOR_BACKEND}
 
 
 def image_environment(config: Config) -> dict[str, str]:
@@ -193,15 +194,15 @@ def check_image_engines(config: Config, arch: Architecture, colocated_roles: fro
     """Raise ValueError if values in the section `sglang` would make the engines of an image model sample wrongly."""
     if arch.vision is None:
         return
-    if config.sglang.get(_BACKUP) is False and any(ENGINES in roles for roles in colocated_roles):
+    if config.sglang.get(_WEIGHTS_BACKUP) is False and any(ENGINES in roles for roles in colocated_roles):
         raise ValueError(
-            f"sglang.{_BACKUP}=false: colocated engines lose their weights when they are offloaded, and trainers do not send the "
-            "vision tower; leave the key out."
+            f"sglang.{_WEIGHTS_BACKUP}=false: colocated engines lose their weights when they are offloaded, and a weight sync "
+            "does not restore the vision tower; leave the key out."
         )
-    if (backend := config.sglang.get(_BACKEND, PROCESSOR_BACKEND)) != PROCESSOR_BACKEND:
+    if (backend := config.sglang.get(_PIXEL_BACKEND, PROCESSOR_BACKEND)) != PROCESSOR_BACKEND:
         raise ValueError(
-            f"sglang.{_BACKEND}={backend}: trainers compute pixels with {PROCESSOR_BACKEND}; other backends give other pixels; "
-            "leave the key out."
+            f"sglang.{_PIXEL_BACKEND}={backend}: trainers compute pixels with {PROCESSOR_BACKEND}; other backends give other "
+            "pixels; leave the key out."
         )
 
 
@@ -210,13 +211,15 @@ def check_readers_of_images(config: Config, models: Mapping[str, ModelPlan], *da
     if not any(prompts is not None and prompts.has_images for prompts in data):
         return
     if config.rollout.agent:
-        raise ValueError("rollout.agent: agents do not support prompts with images; remove the agent, or these rows.")
+        raise ValueError(
+            "rollout.agent: agents do not support prompts with images; remove the agent, or the rows with images."
+        )
     for name in teachers_of(config):
         if roles_of(config)[name].is_served:
             raise ValueError(f"roles.{name}: served teachers get no images; use a teacher on trainer ranks.")
-    own = models["actor"]
+    actor = models["actor"]
     for name, model in models.items():
-        if _image_format(model) is None or _image_format(model) != _image_format(own):
+        if _image_format(model) is None or _image_format(model) != _image_format(actor):
             raise ValueError(
                 f"{section_of(name)}.path={model.model_path}: the model does not read the images of the actor's prompts; use an "
                 "image model of the same family with the same image processor."

@@ -18,7 +18,7 @@ Weights = Mapping[str, NDArray]  # Hugging Face name -> tensor
 TINY = float(np.finfo(np.float32).tiny)  # smallest divisor, so that no division is by 0
 
 LAYER_IDENTITY = "input_layernorm.weight"
-"""End of the name of the tensor that identifies a layer if the two sides have the layers in different orders."""
+"""Suffix of the name of each layer's first norm weight. It shows whether the engine has the layers in another order."""
 
 _NAME_PARTS_BY_POINT: dict[str, tuple[str, ...]] = {
     "embedding": ("model.embed_tokens.",),
@@ -57,7 +57,7 @@ _FIT_TOLERANCE = 1e-3
 class Cause:
     """Why two computations differ."""
 
-    part: str  # part of the model, such as "RoPE base"
+    part: str  # short name of the cause, or of the part of the model, such as "stale weights" or "RoPE base"
     text: str  # what each side does
     advice: str  # what to do
 
@@ -92,7 +92,7 @@ class PointEvidence:
     trainer: Side
     point: str  # without the layer, such as "rotated_query"
     layer: int | None
-    positions: NDArray[np.int64]  # [S] position of each token in its row
+    positions: NDArray[np.int64]  # [S] position of each token in its sequence
     facts: ModelFacts
     tolerance: float  # largest relative difference at which two tensors count as equal
 
@@ -105,7 +105,7 @@ class PointEvidence:
         return point if self.layer is None else f"layers.{self.layer}.{point}"
 
     def tensor_at(self, side: Side, *points: str) -> NDArray:
-        """Return the tensor of `side`, in float64, at the first of `points` that the side has. All `points` are in this layer."""
+        """Return the tensor of `side`, in float64, at the first of `points` that the side has in the layer that differs."""
         return next(side.trace[self.full_name(p)] for p in points if self.full_name(p) in side.trace).astype(np.float64)
 
     def both_sides_have(self, *points: str) -> bool:
@@ -143,7 +143,7 @@ def in_layer(name: str, layer: int | None) -> bool:
 
 
 def is_equal(first: NDArray, second: NDArray) -> bool:
-    """Return whether two weights are equal. Both sides read the same files, so correct weights agree to the last bit."""
+    """Return whether two weights are equal. Both sides read the same files, or get the same bytes in a weight sync."""
     return first.shape == second.shape and bool(np.array_equal(first, second))
 
 
@@ -188,13 +188,13 @@ def _describe(names: list[str], engine: Weights, trainer: Weights, head_dim: int
             return Cause(
                 part_of(name), f"the {side} has no tensor {name}", "compare the config.json that both sides read"
             )
-    mine, theirs = engine[name], trainer[name]
-    if mine.shape != theirs.shape:
-        text = f"{name} is {list(mine.shape)} in the engine and {list(theirs.shape)} in the trainer"
+    of_engine, of_trainer = engine[name], trainer[name]
+    if of_engine.shape != of_trainer.shape:
+        text = f"{name} is {list(of_engine.shape)} in the engine and {list(of_trainer.shape)} in the trainer"
         return Cause(part_of(name), text, "compare the config.json that both sides read")
-    if cause := _exchanged(name, engine, trainer) or _changed(name, mine, theirs, head_dim):
+    if cause := _exchanged(name, engine, trainer) or _changed(name, of_engine, of_trainer, head_dim):
         return cause
-    largest = float(np.abs(mine - theirs).max())
+    largest = float(np.abs(of_engine - of_trainer).max())
     more = f", and {len(names) - 1} more tensors of this trace point" if len(names) > 1 else ""
     text = f"{name}{more} has other values in the engine than in the trainer (largest difference {largest:.2g})"
     return Cause(
@@ -202,24 +202,24 @@ def _describe(names: list[str], engine: Weights, trainer: Weights, head_dim: int
     )
 
 
-def _changed(name: str, mine: NDArray, theirs: NDArray, head_dim: int) -> Cause | None:
-    """Find a change of the whole tensor that explains the difference. `mine` is the engine's tensor, `theirs` the trainer's."""
+def _changed(name: str, of_engine: NDArray, of_trainer: NDArray, head_dim: int) -> Cause | None:
+    """Find a change of the whole tensor that explains the difference."""
     part, advice = part_of(name), "compare the conversion of this tensor on both sides"
     for text, change in _reorderings(name, head_dim).items():
-        if is_close(mine, change(theirs), 1e-4) or is_close(change(mine), theirs, 1e-4):
+        if is_close(of_engine, change(of_trainer), 1e-4) or is_close(change(of_engine), of_trainer, 1e-4):
             return Cause(part, f"{name}: {text}", advice)
-    for side, tensor in (("engine", mine), ("trainer", theirs)):
+    for side, tensor in (("engine", of_engine), ("trainer", of_trainer)):
         if not tensor.any():
             return Cause(part, f"{name} is zero in the {side}", f"let the {side} load it")
-    if (factor := ratio(mine, theirs, 1e-5)) is not None:
+    if (factor := ratio(of_engine, of_trainer, 1e-5)) is not None:
         return Cause(part, f"the engine's {name} is the trainer's times {factor:.6g}", advice)
-    if _is_permutation(mine, theirs, head_dim):
+    if _is_permutation(of_engine, of_trainer, head_dim):
         return Cause("order of heads", f"{name} has the same heads in another order", "compare the grouping of heads")
     return None
 
 
 def _exchanged(name: str, engine: Weights, trainer: Weights) -> Cause | None:
-    """Find out whether the engine's tensor with this name equals a tensor that has another name in the trainer."""
+    """Find out whether the engine's tensor equals a trainer tensor of another name, or only one side ties the output layer."""
     same = [
         other
         for other, w in trainer.items()
@@ -252,7 +252,7 @@ def _reorderings(name: str, head_dim: int) -> dict[str, Callable[[NDArray], NDAr
     """Return a dict: description of a change -> function that changes a whole tensor in this way."""
     changes: dict[str, Callable[[NDArray], NDArray]] = {
         "the rows are shifted by one": lambda w: np.roll(w, 1, axis=0),
-        "one side has its negative": lambda w: -w,
+        "the two sides have opposite signs": lambda w: -w,
     }
     if "norm" in name:
         changes["one side stores the weight minus 1"] = lambda w: w + 1
@@ -277,10 +277,10 @@ def _interleaved(weight: NDArray, head_dim: int) -> NDArray:
 
 def _is_permutation(first: NDArray, second: NDArray, head_dim: int) -> bool:
     """Return whether both tensors seem to have the same blocks of `head_dim` rows. Only the sums of the blocks are compared."""
-    mine, theirs = (_head_blocks(w, head_dim) for w in (first, second))
-    if not 1 < len(mine) <= 512:
+    heads = [_head_blocks(w, head_dim) for w in (first, second)]
+    if not 1 < len(heads[0]) <= 512:
         return False
-    first_key, second_key = (np.sort(blocks.reshape(len(blocks), -1).sum(axis=1)) for blocks in (mine, theirs))
+    first_key, second_key = (np.sort(blocks.reshape(len(blocks), -1).sum(axis=1)) for blocks in heads)
     return is_close(first_key, second_key, 1e-4)
 
 

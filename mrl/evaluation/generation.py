@@ -24,7 +24,7 @@ from models.hf_config import HFConfig
 from mrl.config.schema import Config
 from mrl.controller.plan_engine_dtype import check_engine_device, check_engine_dtype
 from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
-from mrl.controller.plan_prompts import find_unscored
+from mrl.controller.plan_prompts import unscored_row_check
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
 from mrl.data.tokenizer import load_tokenizer
@@ -169,7 +169,7 @@ def plan_generation(config: Config) -> GenerationPlan:
     sources = test_sources(config.data)
     if rewards:
         sources = [
-            replace(each, unusable_reason=find_unscored(rewards.of_set.get(each.name, rewards.reward)))
+            replace(each, unusable_reason=unscored_row_check(rewards.of_set.get(each.name, rewards.reward)))
             for each in sources
         ]
     if not sources:

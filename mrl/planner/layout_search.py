@@ -47,8 +47,8 @@ def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSetting
     `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
     The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync from
-    `cluster.memory_bytes`. This memory already excludes plan.reserve_gb for a trainer rank and for an engine rank, even if they
-    do not share a GPU.
+    `cluster.memory_bytes`. `cluster.memory_bytes` is the memory of a GPU minus 2 x plan.reserve_gb, for a trainer rank and an
+    engine rank, even if they do not share the GPU.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
@@ -144,8 +144,8 @@ class RunCandidate:
 class SearchResult:
     """The best candidates, how many trainer candidates were evaluated, and why layouts and sizes were excluded."""
 
-    # Fastest first. The candidates differ in `placement_and_layout`. If there are too few such candidates, the list also has
-    # candidates that share `placement_and_layout` with another candidate, but differ from it in mode, engine_tp or vpp.
+    # Fastest first. The candidates differ in `placement_and_layout`. If there are too few of them, the list also has the fastest
+    # of the other candidates, and all candidates of the list differ in `kind`.
     best: list[RunCandidate]
     best_of_each_placement_and_mode: list[RunCandidate]  # the fastest candidate of each pair (placement, mode)
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
@@ -206,7 +206,7 @@ class LayoutSearch:
         index = np.repeat(np.arange(len(timed)), [len(replicas) for _, replicas, *_ in timed])
         replicas = np.concatenate([replicas for _, replicas, *_ in timed])
         seconds = np.concatenate([seconds for _, _, seconds, _ in timed])
-        switch = np.concatenate([switch for *_, switch in timed])
+        offload_s = np.concatenate([each for *_, each in timed])
         gpus = replicas * np.array([layout.gpus for layout in layouts])[index]
 
         def fastest_by(key: FloatArray) -> dict[int, list[TrainerCandidate]]:
@@ -216,14 +216,14 @@ class LayoutSearch:
             for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
                 by_layout: dict[ReplicaLayout, TrainerCandidate] = {}
                 for n in order[start:end].tolist():
-                    each = TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(switch[n]))
+                    each = TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(offload_s[n]))
                     by_layout.setdefault(each.layout_without_vpp, each)
                     if len(by_layout) == count:
                         break
                 fastest[int(gpus[order[start]])] = list(by_layout.values())
             return fastest
 
-        return fastest_by(seconds), fastest_by(seconds + switch)
+        return fastest_by(seconds), fastest_by(seconds + offload_s)
 
     def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
         """Yield (layout, numbers of replicas that fit, seconds of training, seconds of offloading and loading).
@@ -247,8 +247,8 @@ class LayoutSearch:
                     self.evaluated += len(fitting)
                     trainer = self._trainer_time(layout)
                     state = trainer.state_bytes(fitting) * (1 + self.work.critic)
-                    switch = 2 * state / self.space.cluster.pcie_bytes_per_s
-                    yield layout, fitting, trainer.times(fitting).total_s, switch
+                    offload_s = 2 * state / self.space.cluster.pcie_bytes_per_s
+                    yield layout, fitting, trainer.times(fitting).total_s, offload_s
 
     def _trainer_time(self, layout: ReplicaLayout) -> TrainerTime:
         return TrainerTime(self.space.shape, layout, self.space.cluster, self.work)
@@ -256,8 +256,9 @@ class LayoutSearch:
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
         """Return the numbers of replicas to evaluate.
 
-        `replica_multiple` replicas are always allowed. Larger numbers are allowed if each replica has at least one response of
-        a mini-batch. On more than one node, the replicas must fill whole nodes.
+        They are multiples of `layout.replica_multiple`. The largest number gives each replica at least one response of a
+        mini-batch, unless already the smallest multiple is larger. On more than one node, the replicas must fill whole nodes.
+        plan.fix may fix the number.
         """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches
@@ -353,7 +354,8 @@ class LayoutSearch:
     def _staleness_of(self, mode: str) -> Sequence[int]:
         """Return the values of staleness to evaluate. The search uses the fastest of them.
 
-        A larger staleness may be slower, because an engine prefills all running responses again after each weight push.
+        With a larger staleness, an engine has more running responses, and prefills all of them again after each weight push. So a
+        larger staleness may be slower.
         """
         return range(min(1, self.staleness), self.staleness + 1) if mode == "async" else (STALENESS[mode],)
 

@@ -159,14 +159,15 @@ class StalenessBuffer[T]:
         """Return the serial numbers of up to N finished groups. Groups that finished first are preferred.
 
         Without over-sampling, later steps must be able to take all remaining requests before these are too old. The next d
-        steps take d * N groups. Therefore, for each d from 0 to K, at most d * N of the remaining requests may be too old for
-        the steps after `step + d`. Returns None if the step would have to take unfinished groups to keep this limit.
+        steps take d * N groups. Therefore, for each d below K, at most d * N of the remaining requests may be too old for
+        the steps after `step + d`. For d = K this always holds: at most (K + 1) * N requests can be too old then, and this step
+        takes N of their groups. Returns None if the step would have to take unfinished groups to keep this limit.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
             return None  # the loop below would return None too, but this method runs after every group and must be fast
         chosen: dict[int, None] = {}
-        for d in range(0 if self.extra_groups else self.staleness + 1):
+        for d in range(0 if self.extra_groups else self.staleness):
             # Requests whose `min_weight_version` is at most `version` are too old for the steps after `step + d`.
             version = step - self.staleness + d
             num_old = sum(request.min_weight_version <= version for request in self.untrained_requests)

@@ -99,7 +99,7 @@ def test_loss_and_gradients_equal_those_computed_by_hand(run_ranks, folder):
         assert np.abs(logprobs.detach().numpy() - found.outputs[row]).max(initial=0.0) < 1e-5
         total = total - logprobs.sum()
     (total / count).backward()
-    assert found.loss == pytest.approx(float(total) / count, rel=1e-6)
+    assert found.loss == pytest.approx(total.item() / count, rel=1e-6)
     expected = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
     assert expected.keys() == found.gradients.keys()
     for name, gradient in expected.items():

@@ -137,7 +137,7 @@ def check_kernels(job: SectionJob) -> None:
     attention.capabilities = lambda: SimpleNamespace(transformer_engine=True)
     attention.supports_varlen = lambda device, dtype: True
     attention.flash_attention_versions = lambda channels: [3, 2]
-    sizes = attention.ATTENTIONS["toy"]
+    sizes = attention.SIZES_BY_NAME["toy"]
     for name, segments in attention.packs(sizes).items():
         tokens = sum(segment.length for segment in segments)
         inputs = [torch.randn(tokens, count, sizes.channels).requires_grad_() for count in (4, 2, 2)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GAE, GRPO, OnPolicyDistillation, ReinforcePlusPlus, ReMax
 from mrl.algorithms.filters import PolicyFiltration
-from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.inputs import Advantages, ScoredBatch
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import ClipCov, KLCov, PPOClip, covariances
 from mrl.algorithms.objective import Objective
@@ -318,6 +318,20 @@ def test_a_resampling_may_be_a_function_and_what_it_returns_is_checked():
             ValueError, match=rf"{wrong.__name__}.* returned an array of {array}; expected 5 whole numbers"
         ):
             replace(pipeline, resampling=wrong)(scored, {}, 0.0, [0])
+
+
+def returns_for_each_response(batch):
+    return Advantages(np.zeros(len(batch.rewards)), np.zeros(len(batch.rewards)))
+
+
+returns_for_each_response.required_inputs = frozenset({"values"})
+
+
+def test_an_estimator_gives_a_return_for_each_token():
+    scored = make_scored()
+    columns = {"values": np.zeros(int(scored.lengths.sum()), np.float32)}
+    with pytest.raises(ValueError, match=r"returned returns of shape .*; expected one number for each of the"):
+        AdvantagePipeline(returns_for_each_response, PPOClip())(scored, columns, 0.0, [0])
 
 
 def test_rows_outside_a_selection_count_zero_times_under_a_resampling():

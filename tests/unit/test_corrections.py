@@ -28,6 +28,11 @@ from mrl.algorithms.losses import KLCov, PolicyGradient, PPOClip
 from mrl.algorithms.objective import EntropyBonus, Objective
 
 
+def read_text(text):
+    """Return an equal string that is another object, like the values that are read from a config file."""
+    return "".join(list(text))
+
+
 def reference(case, level, mode, low, high, veto=None, numerator="old"):
     """Return for each token its weight, whether this weight is truncated, and whether the token is rejected."""
     found, policy = [], case.old if numerator == "old" else case.logprobs
@@ -52,7 +57,7 @@ def test_weights_follow_the_definition(level, mode, veto, numerator):
     touched = np.zeros(3)
     for seed in range(5):
         case = make_case(seed)
-        weights, numbers = ImportanceSampling(level, mode, 0.7, 1.3, veto, numerator)(loss_inputs(case))
+        weights, numbers = ImportanceSampling(read_text(level), mode, 0.7, 1.3, veto, numerator)(loss_inputs(case))
         expected = reference(case, level, mode, 0.7, 1.3, veto, numerator)
         np.testing.assert_allclose(weights.numpy(), expected[0], rtol=1e-9)
         reported = [
@@ -85,7 +90,7 @@ def test_rejections_follow_the_definition(level, kind, numerator):
     marked = []
     for seed in range(5):
         case = make_case(seed)
-        weights, numbers = Rejection(0.15, level, kind, numerator)(loss_inputs(case))
+        weights, numbers = Rejection(0.15, read_text(level), kind, numerator)(loss_inputs(case))
         rejected = loop_rejections(case, level, kind, 0.15, case.old if numerator == "old" else case.logprobs)
         np.testing.assert_array_equal(weights.numpy(), 1.0 - rejected)
         np.testing.assert_array_equal(numbers["correction/rejected_fraction"].numpy(), rejected)
@@ -229,15 +234,16 @@ def test_long_responses_do_not_overflow():
 
 
 def test_the_off_policy_mask_rejects_bad_responses_that_drifted():
-    case, delta = make_case(3, lengths=(3,) * 12), 0.1
-    weights, numbers = OffPolicyMask(delta)(loss_inputs(case))
-    expected = []
-    for span in case.spans():
-        steps = range(span.start, span.stop)
-        drift = sum(case.rollout[t] - case.logprobs[t] for t in steps) / len(steps)
-        expected += [0.0 if case.advantages[t] < 0 and drift > delta else 1.0 for t in steps]
-    assert weights.tolist() == expected and 0 < sum(expected) < len(expected)
-    assert (numbers["correction/rejected_fraction"].numpy() == 1 - np.array(expected)).all()
+    case = make_case(3, lengths=(3,) * 12)
+    for mask, delta in ((OffPolicyMask(0.1), 0.1), (OffPolicyMask(), 0.05)):
+        weights, numbers = mask(loss_inputs(case))
+        expected = []
+        for span in case.spans():
+            steps = range(span.start, span.stop)
+            drift = sum(case.rollout[t] - case.logprobs[t] for t in steps) / len(steps)
+            expected += [0.0 if case.advantages[t] < 0 and drift > delta else 1.0 for t in steps]
+        assert weights.tolist() == expected and 0 < sum(expected) < len(expected)
+        assert (numbers["correction/rejected_fraction"].numpy() == 1 - np.array(expected)).all()
 
 
 def test_a_product_multiplies_weights_and_reports_either_cause():

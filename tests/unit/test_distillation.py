@@ -11,9 +11,9 @@ from http_engines import BROKEN, HttpEngine
 from loss_cases import loss_inputs, make_case
 from planned_runs import config_of, folder_of, memory_of
 
-from mrl.algorithms.advantages import GDPO, GRPO, NoAdvantage
+from mrl.algorithms.advantages import GDPO, GRPO, NoAdvantage, OnPolicyDistillation
 from mrl.algorithms.corrections import ImportanceSampling
-from mrl.algorithms.distillation import Distillation
+from mrl.algorithms.distillation import Distillation, reads_rewards
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.losses import KLCov, PPOClip
 from mrl.algorithms.objective import Objective
@@ -70,6 +70,23 @@ def test_the_loss_declares_what_it_reads_and_whether_log_probabilities_get_a_gra
     assert list(found) == ["kl_cov"] and Distillation().precomputed_columns(batch, np.ones(3), None) == {}
     assert not Objective(Distillation()).uses_logprobs and Objective(both).distillation is both
     assert Objective(PPOClip()).uses_logprobs and Objective(PPOClip()).distillation is None
+    assert Distillation(divergence="js") == Distillation(divergence="js", beta=0.5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "required_inputs", "reads"),
+    [
+        (GRPO(), set(), True),
+        (NoAdvantage(), {"old_logprobs"}, True),
+        (NoAdvantage(), {"teacher_hidden"}, False),
+        (GRPO(), {"teacher_hidden", "old_logprobs"}, True),
+        (None, {"teacher_top_k"}, False),
+        (OnPolicyDistillation(), {"teacher_logprobs"}, False),
+        (OnPolicyDistillation(reward=GRPO()), {"teacher_logprobs"}, True),
+    ],
+)
+def test_distillation_alone_reads_no_rewards(advantage, required_inputs, reads):
+    assert reads_rewards(advantage, frozenset(required_inputs)) == reads
 
 
 @pytest.mark.parametrize(
@@ -275,6 +292,10 @@ def test_data_sources_without_a_teacher_or_with_two_are_refused(tmp_path, overri
         (
             [*SEVERAL, "++roles.teacher.column=x"],
             "roles.teacher.column=x: the algorithm reads teacher_logprobs of each",
+        ),
+        (
+            [*SEVERAL, "++roles.math.column=a"],
+            "roles.math.column=a: the algorithm reads teacher_logprobs of each",
         ),
         (
             ["++roles.mine.path=m", "++roles.mine.column=teacher_logprobs"],

@@ -262,7 +262,10 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
         check_peft(replace(lora, rank=3), family, arch)
     with pytest.raises(ValueError, match=r"lora.alpha=8: .* lora_alpha=4"):
         check_peft(replace(lora, alpha=8), family, arch)
-    with pytest.raises(ValueError, match=r"do not fit; the first is .*Set lora.targets"):
+    with pytest.raises(
+        ValueError,
+        match=r"do not fit; the first, .*, belongs to a matrix that lora.targets does not",
+    ):
         check_peft(replace(lora, targets=["q_proj"]), family, arch)
     fields = json.loads((peft / "adapter_config.json").read_text())
     for changed, message in (
@@ -280,7 +283,12 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
     matrices = load_file(peft / "adapter_model.safetensors")
     name = next(iter(matrices))
     save_file(matrices | {name: matrices[name][:, 1:].contiguous()}, peft / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=f"1 tensors of .* do not fit; the first is {name}"):
+    with pytest.raises(ValueError, match=f"1 tensors of .* do not fit; the first, {name}, has the shape .*; expected"):
+        check_peft(lora, family, arch)
+    save_file({each: matrices[each] for each in matrices if each != name}, peft / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=f"1 tensors of .* do not fit; the first, {name}, is missing; set lora.targets"
+    ):
         check_peft(lora, family, arch)
     (peft / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"adapter_model.safetensors is missing"):

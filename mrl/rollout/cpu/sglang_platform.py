@@ -1,7 +1,8 @@
-"""SGLang platform plug-in that runs unmodified SGLang on a machine without a GPU.
+"""SGLang platform plug-in that runs the unmodified SGLang package on a machine without a GPU.
 
 SGLang finds the plug-in through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
-`activate()` returns None and SGLang chooses its own platform.
+`activate()` returns None and SGLang chooses its own platform. Engines run with the hooks of this module on every machine: on a
+machine with a GPU, `activate()` registers them, and without a GPU, launch_sglang.py does.
 """
 
 import os
@@ -147,7 +148,7 @@ class CpuPlatform(SRTPlatform):
 
 
 def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
-    """Allocate host memory that is not pinned, for example for the table of routed experts.
+    """Allocate host memory that is not pinned, for example for the buffer in which SGLang keeps the routed experts of each token.
 
     SGLang's own allocator pins the memory through the CUDA runtime, even on a machine without a GPU.
     """
@@ -161,7 +162,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """Return the 32-bit MurmurHash3 of the 16 bytes (seed, position, column index), as SGLang's GPU kernel computes it.
 
     SGLang derives the random number of each token from this hash. On a CPU, SGLang would call the hash function of the
-    package sgl_kernel, but this package is not installed on a CPU. This function replaces the function of sgl_kernel.
+    package sgl_kernel, which mrl's environment for CPUs does not have. This function replaces the function of sgl_kernel.
 
     Args:
         seed: [B], 64 bits, the seed of each of the B requests in the engine's batch.
