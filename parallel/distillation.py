@@ -8,12 +8,13 @@ Student and teacher have the same vocabulary, but their hidden sizes may differ.
 - `linear_top_k_rest_logprobs` computes the student's log-probabilities of these tokens.
 - `divergence_of` compares the probabilities of the k tokens, and the probability of all other tokens together.
 The divergence of the k + 1 probabilities is at most the divergence over the whole vocabulary (data-processing inequality). If k
-is V, the size of the vocabulary, the two are equal.
+is V, the size of the vocabulary, the two are equal, except for the lower bound MIN_REST_PROB of the last probability.
 
 As in parallel.logprobs, at most a few chunks of logits exist at a time, and the backward pass computes the logits again.
 `linear_divergence` computes the logits of two models, so it halves the number of positions in a chunk. In addition to the inputs
 and their gradients, at most five tensors [chunk_size / 2, V/tp] exist at a time. These tensors are in float32 (float64 for
-float64 inputs). For 16-bit inputs, there is also a 16-bit tensor of this shape. Nothing of size V is saved for the backward pass.
+float64 inputs). For 16-bit inputs, there is also a 16-bit tensor of this shape. No tensor [T, V/tp] is saved for the
+backward pass.
 
 The backward pass of `linear_divergence` divides the vocabulary instead of the positions: it computes the logits of all positions
 for one slice of the vocabulary at a time. One matrix product over all positions then gives the gradient of the slice's weight
@@ -60,7 +61,7 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # each of the two models has at most half of this number of rows of logits at the same time
+    chunk_size: int = 1024,  # at most this many positions have logits at the same time, half of them in each model
 ) -> Tensor:  # [T] in nats
     """Compute the divergence between teacher and student over the whole vocabulary at each position.
 
@@ -182,7 +183,7 @@ def linear_top_k(
             best, rows = logits.topk(min(k, len(weight)), dim=1)
             best, candidates = _gather_columns(best, group), _gather_columns(rows + layer.first_row, group)
             ids[chunk] = candidates.gather(1, best.topk(k, dim=1).indices)
-            result[chunk] = _rank_part_of_top_k_rest(layer, logits, ids[chunk])
+            result[chunk] = _local_summand(layer, logits, ids[chunk])
             del logits
         _all_reduce(result, group)
         result[:, k].clamp_(min=MIN_REST_PROB).log_()
@@ -226,7 +227,7 @@ class _LinearTopKRest(torch.autograd.Function):
         for chunk in layer.chunks(len(hidden)):
             logits = layer.logits(hidden[chunk], weight)
             (normalizers[chunk],) = _log_sums((logits,), layer.group)
-            result[chunk] = _rank_part_of_top_k_rest(layer, logits.sub_(normalizers[chunk, None]), ids[chunk])
+            result[chunk] = _local_summand(layer, logits.sub_(normalizers[chunk, None]), ids[chunk])
             del logits
         _all_reduce(result, layer.group)
         rest = result[:, k].clone()
@@ -261,11 +262,11 @@ class _LinearTopKRest(torch.autograd.Function):
         return d_hidden, d_weight, None, None
 
 
-def _rank_part_of_top_k_rest(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return what this rank adds to the log-probabilities of the tokens `ids` [n, k] and to the probability of all others.
+def _local_summand(layer: OutputLayer, logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Return this rank's summand of [n, k + 1] numbers. The caller sums them over the ranks.
 
-    The returned tensor has the shape [n, k + 1]. The caller sums it over the ranks. `logprobs` [n, V/tp] are the
-    log-probabilities of this rank's tokens. The function overwrites them.
+    The sums are the log-probabilities of the tokens `ids` [n, k], and then the probability (not its logarithm) of all other
+    tokens. `logprobs` [n, V/tp] are the log-probabilities of this rank's tokens. The function overwrites them.
     """
     row, is_local = layer.locate(ids, logprobs.size(1))
     chosen = logprobs.gather(1, row) * is_local

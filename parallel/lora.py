@@ -3,7 +3,8 @@
 A linear layer with an adapter computes y = W x + (alpha / rank) B A x (Hu et al. 2021, arXiv:2106.09685, section 4.1). Only
 A [rank, in] and B [out, rank] are trained. Megatron fuses several Hugging Face matrices into one linear layer, such as the
 projections of queries, keys and values. Each of these matrices has its own A and B. In shapes, `in` and `out` are the numbers of
-inputs and outputs, on this rank, of the linear layer or of one of its matrices, and L is the number of tokens on this rank.
+inputs and outputs, on this rank, of the linear layer or of one of its matrices. L is the number of tokens of this
+context-parallel rank; under sequence parallelism, the input or the output has only L/tp of them.
 
 The adapter is split over tensor-parallel ranks in the same way as its linear layer:
 
@@ -101,7 +102,7 @@ class LoraAdapter(torch.nn.Module):
         self._pairs = dict(pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the input [L, 1, in] of the linear layer, after its norm, to the change of its output [L, 1, out]."""
+        """Return the change [L, 1, out] of the linear layer's output for the input `x` [L, 1, in]. `x` is already normalized."""
         a, b = self._fused()
         if self.split.is_expert:
             a, b = (_summed_gradient(a), b) if self.split.axis == 0 else (a, _summed_gradient(b))
@@ -116,7 +117,7 @@ class LoraAdapter(torch.nn.Module):
         return F.linear(low, b)
 
     def _fused(self) -> tuple[Tensor, Tensor]:
-        """Return A [n rank, in] and B [out, n rank] of the linear layer, which combines n adapted matrices.
+        """Return A [n * rank, in] and B [out, n * rank] for all n adapted matrices of the linear layer. `rank`: rank of LoRA.
 
         Each matrix has `rank` columns of B. A row of B belongs to one matrix, and is 0 outside the columns of this matrix.
         """

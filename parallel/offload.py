@@ -4,7 +4,8 @@ With offloading, processes can share a GPU. An offloaded model is loaded back bi
 
 Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each optimizer step accumulates new
 ones from zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
-Megatron's flat buffers, and the optimizer has views of parts of these buffers. On a CPU, the same code moves host memory.
+Megatron's flat buffers, and the optimizer has views of parts of these buffers. On a CPU, the same code copies from host memory to
+host memory.
 
 A process keeps some device memory: CUDA's context, and tables that layers compute only once (rotary angles). If NCCL is older
 than 2.29.7, the process also keeps the buffers of the communicators (see `parallel.groups.suspend_communicators`).
@@ -109,7 +110,7 @@ class ModelOffloader:
             self._dropped_gradients.pop()
 
     def _drop_fp8_weights(self) -> None:
-        """Free the copies of weights in FP8. Transformer Engine quantizes the weights again in the next forward pass."""
+        """Free the FP8 copies of the weights. Transformer Engine quantizes the weights again in the next forward pass."""
         for chunk in self._chunks:
             for module in chunk.module.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()

@@ -1,10 +1,11 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
 The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
-chunks. The keys are the Megatron names in the family's table, with three exceptions. If a model has no experts, its layers are
-stacked: they share one key, and the first dim of the stored tensor is the layer. The experts of a layer share one key in the
-same way. In an MTP layer, the keys have `transformer_layer` in place of `mtp_model_layer`. A stored tensor has the shape that it
-has in a single process. Only a tensor with one row per token of the vocabulary may have padding rows, at the end.
+chunks. The keys are the Megatron names in the family's table, with three exceptions. In models without experts and without
+recurrent layers, the layers are stacked (see layers_share_keys): they share one key, and the first dim of the stored tensor is
+the layer. The experts of a layer share one key in the same way. In an MTP layer, the keys have `transformer_layer` in place of
+`mtp_model_layer`. A stored tensor has the shape that it has in a single process. Only a tensor with one row per token of the
+vocabulary may have padding rows, at the end.
 """
 
 import io
@@ -40,7 +41,10 @@ from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_ch
 from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_MTP_DECODER = (".mtp_model_layer.", ".transformer_layer.")  # decoder layer of an MTP layer: name in model, in key
+_MTP_DECODER = (
+    ".mtp_model_layer.",
+    ".transformer_layer.",
+)  # the decoder layer in an MTP layer: in names of the model, in keys
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 # keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")
@@ -48,7 +52,7 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a checkpoint stores the Megatron tensor of a row of the family's table (a ParamMapping): at `stored[key][index]`.
+    """Location of one Megatron tensor in a checkpoint: the entry `index` of the stored tensor with the name `key`.
 
     `index` selects an entry in each leading dim. `leading_sizes` are the sizes of these dims: the numbers of stacked layers and
     experts.
@@ -92,7 +96,10 @@ def layers_share_keys(arch: Architecture) -> bool:
 
 
 def contains_mtp(folder: str | Path) -> bool:
-    """Whether the checkpoint has MTP layers, because the run trained them. Raises ValueError if `folder` is no checkpoint."""
+    """Whether the checkpoint has MTP layers. A run saves them only if it trains them.
+
+    Raises ValueError if `folder` is no checkpoint.
+    """
     return any(key.startswith(MTP_PREFIX) for key in validate_checkpoint(Path(folder)).state_dict_metadata)
 
 

@@ -76,7 +76,7 @@ class _PendingSave:
     step: int
     state: Mapping[str, Any]  # state of the driver
     score: float | None  # value of the schedule's `best_metric`; None if this value is unknown
-    deadline: float  # value of time.monotonic() at which the checkpoint must be written
+    deadline: float  # value of time.monotonic() until which the checkpoint must be complete
 
 
 @dataclass
@@ -103,9 +103,10 @@ class CheckpointSaver:
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Finish the pending checkpoint if its files are written or the next one is due; begin a checkpoint or an export if due.
 
-        A failure is logged, and the run continues. `state`: state of the driver. `metrics`: metrics of the last step. Raises
-        RunDirMovedError if the run directory was moved, deleted or replaced. The methods `save_now` and `finish` raise this
-        error, too. Raises ProcessesLostError if trainer ranks died or hang.
+        If a checkpoint fails, or the disk fails in an export, the failure is logged and the run continues. `state`: state of
+        the driver. `metrics`: metrics of the last step. Raises RunDirMovedError if the run directory was moved, deleted or
+        replaced. The methods `save_now` and `finish` raise this error, too. Raises ProcessesLostError if trainer ranks died or
+        hang.
         """
         check_in_place(self._folder, self.run_dir)
         step, schedule = state["progress"]["step"], self.schedule
@@ -186,7 +187,10 @@ class CheckpointSaver:
         self.discard_rollout_log(saved.step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Call `action`. If it fails, log the failure and abandon the pending save. Only a ProcessesLostError is raised again."""
+        """Call `action`. On an OSError, RuntimeError or ValueError, log it and abandon the pending save. Raises other errors.
+
+        A ProcessesLostError is raised, too.
+        """
         try:
             action()
         except ProcessesLostError:

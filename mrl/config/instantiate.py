@@ -54,7 +54,7 @@ def import_target(node: Node, key: str) -> Any:
     return factory
 
 
-def instantiate_arguments(factory: Any, node: Node, key: str) -> Node:
+def instantiate_arguments(factory: Any, node: Node, key: str) -> dict[str, Any]:
     """Return the arguments of a `_target_` node, with nested nodes instantiated. Raises ValueError for an unknown argument."""
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(factory, arguments, key)

@@ -133,7 +133,7 @@ def prompt_key(row: Row) -> tuple[int, int]:
 def prompt_digest(row: Row) -> str:
     """Return a digest of the messages and the ground truth of the prompt to which this row is a response.
 
-    The digest ignores system messages, so that evaluations with different system messages can be compared.
+    The digest ignores system and developer messages, so that evaluations in which these differ can be compared.
     """
     messages = [message for message in row["prompt"] if message["role"] not in ("system", "developer")]
     content = [[(message["role"], message["content"]) for message in messages], row["ground_truth"]]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mrl.evaluation.evaluation_prompts import prompt_key
 from mrl.evaluation.response_store import Row
-from mrl.rewards.pass_at_k import default_ks, majorities, pass_at_k
+from mrl.rewards.pass_at_k import default_ks, majority_at_ks, pass_at_k
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _summary(
     name: str, prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> EvaluationSummary:
     passed = [prompt.passed(threshold) for prompt in prompts]
-    majority = [majorities(prompt.answers, p, ks) for prompt, p in zip(prompts, passed, strict=True)]
+    majority = [majority_at_ks(prompt.answers, p, ks) for prompt, p in zip(prompts, passed, strict=True)]
 
     def over_prompts(values: Sequence[float]) -> IntervalEstimate:
         return wilson_mean(np.array(values), confidence)
@@ -252,7 +252,7 @@ def compare(
     if not pairs:
         raise ValueError(
             f"evaluate.compare={folder}: none of its {len(before)} prompts is among the {len(now)} prompts of this evaluation. "
-            "Two prompts are the same if their messages, without the system message, and their ground truths are equal."
+            "Two prompts are the same if their ground truths and messages (without system and developer messages) are equal."
         )
     fewest = min(min(first.samples, second.samples) for first, second in pairs)
     shared_ks = [k for k in ks if k <= fewest]
@@ -285,7 +285,7 @@ def _difference(
         return lambda prompt: pass_at_k(prompt.samples, sum(prompt.passed(threshold)), k)
 
     def maj_at(k: int) -> Callable[[PromptScores], float]:
-        return lambda prompt: majorities(prompt.answers, prompt.passed(threshold), [k])[k]
+        return lambda prompt: majority_at_ks(prompt.answers, prompt.passed(threshold), [k])[k]
 
     return PairedDifference(
         name=name,

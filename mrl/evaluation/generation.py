@@ -60,7 +60,7 @@ class SampledModel:
 
     @property
     def context(self) -> int:
-        """Longest sequence in tokens."""
+        """Context length of the model: the longest sequence, in tokens."""
         return family_of(self.hf).read(self.hf).max_position_embeddings
 
     @property
@@ -111,7 +111,9 @@ def find_model(config: Config) -> SampledModel:
     inner = [folder for name in ("hf", "checkpoint", "actor") if (folder := path / name).is_dir()]
     inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
     if inner and not (path / "config.json").is_file():
-        raise ValueError(f"model.path={path} is a run directory; set model.path to {' or '.join(map(str, inner))}.")
+        raise ValueError(
+            f"model.path={path} has no config.json, but contains models; set model.path to {' or '.join(map(str, inner))}."
+        )
     return SampledModel(check_hf_folder(path, config.model.family))
 
 
@@ -249,8 +251,8 @@ def describe_determinism(config: Config) -> str:
         kind = "greedy decoding: always the most probable token"
     elif config.generate.deterministic:
         kind = (
-            f"each response has its own seed, computed from run.seed={config.run.seed} and the numbers of its test set, file, "
-            "row and sample"
+            f"each response has its own seed, computed from run.seed={config.run.seed}, the name of its held-out set, "
+            "and the numbers of its file, row and sample"
         )
     else:
         return (
@@ -278,7 +280,7 @@ output file contains the responses to generate.prompts_per_file prompts.
 MAX_HTTP_REQUESTS = 64
 """Largest number of concurrent HTTP requests to one engine.
 
-If generate.requests_in_flight is larger, one HTTP request carries several prompts.
+From generate.requests_in_flight=128 on, one HTTP request carries generate.requests_in_flight // 64 prompts.
 """
 
 GenerationRequest = tuple[list[int], SamplingParams]  # prompt tokens and sampling parameters of one response
@@ -326,7 +328,7 @@ def generate(
 class RequestDispatcher:
     """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
 
-    Each HTTP request goes to the engine with the least expected work (see EnginePool).
+    EnginePool chooses the engine of each HTTP request: the fewest failed requests in a row, then the least expected work.
     """
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:

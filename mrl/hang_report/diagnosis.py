@@ -42,7 +42,9 @@ def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[Process
     others = [snapshot for snapshot in pending if snapshot not in blamed]
     parts = [describe_process(snapshot, describe_collective_lag(snapshot, snapshots)) for snapshot in blamed]
     parts += [f"{_join_titles(group)} {_to_plural(text, group)}" for text, group in _group_alike(others)]
-    return HangDiagnosis(tuple(blamed), "; ".join(parts) or "no process of the run was found")
+    return HangDiagnosis(
+        tuple(blamed), "; ".join(parts) or "no process has died, is stopped, or has an unanswered call"
+    )
 
 
 def _find_blamed(snapshots: Sequence[ProcessSnapshot], pending: Sequence[ProcessSnapshot]) -> list[ProcessSnapshot]:

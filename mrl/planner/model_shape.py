@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
 
     @property
     def present(self) -> tuple[str, ...]:
-        """The possible values of `present_in` for parameters of such a layer, see ParameterShape."""
+        """Values of ParameterShape.present_in with which a layer of this kind has the parameter."""
         return "always", *self.blocks
 
 
@@ -51,8 +51,8 @@ class RecurrentShape:
     is_mamba: bool = False
 
     @property
-    def rule_macs(self) -> int:
-        """Number of multiply-adds of one token in the recurrence of one layer; see Architecture.multiply_adds."""
+    def recurrence_macs(self) -> int:
+        """Number of multiply-adds of one token in the recurrence of a layer; see models.multiply_adds.recurrent_multiply_adds."""
         return (2 if self.is_mamba else 3) * self.value_heads * self.value_dim * self.key_dim
 
     @property
@@ -114,8 +114,8 @@ class TowerShape:
     blocks: int
     gated: bool  # whether the MLPs have a gate, and the norms are RMSNorms
     num_feature_layers: int  # number of decoder layers to whose outputs the tower adds features
-    patches: int  # number of patches that the tower merges into one image token
-    values: int  # number of pixel values of one patch
+    patches: int  # number of patches for each image token, into which the tower merges them
+    values: int  # number of pixel values in each patch
     trained: bool
 
     @classmethod
@@ -308,7 +308,7 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of trainable parameters of the model, without padding."""
+        """Number of trainable parameters of the model, without padding and without MTP layers."""
         of_indexers = sum(self.indexer.layers) * self.indexer.weights if self.indexer else 0
         of_routers = sum(self.moe) * sum(p.numel for p in self.router_buffers)
         return self.num_weights - self.frozen_vision_weights - of_routers - of_indexers
@@ -334,7 +334,7 @@ class ModelShape:
 
     @cached_property
     def _layer_weights(self) -> tuple[float, float]:
-        """Mean number of weights without routed experts: (of the dense layers, of the layers with experts)."""
+        """Mean number of weights without routed experts: (of the layers without experts, of the layers with experts)."""
         found = [[self._weights_of_kind[kind] for kind in self.kinds if kind.experts == moe] for moe in (False, True)]
         dense, moe = (sum(weights) / len(weights) if weights else 0 for weights in found)
         return dense, moe
@@ -362,8 +362,8 @@ class ModelShape:
     def token_macs(self) -> int:
         """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
         experts = sum(self.moe) * self.topk * self.parameters_per_expert
-        rules = self.num_recurrent_layers * self.recurrence.rule_macs if self.recurrence else 0
-        return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + rules + self.output_macs
+        recurrences = self.num_recurrent_layers * self.recurrence.recurrence_macs if self.recurrence else 0
+        return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + recurrences + self.output_macs
 
     @cached_property
     def attention_macs(self) -> float:
@@ -378,7 +378,7 @@ class ModelShape:
         return (self.num_heads * (self.head_dim + self.value_dim) + of_indexer) / 2
 
     def limit_to_windows(self, squared_length_per_token: float) -> float:
-        """Return the mean over the layers of `squared_length_per_token`, which a layer with a window limits to 2 * `window`.
+        """Return `squared_length_per_token`, averaged over the layers. In a layer with a window, it is at most 2 * `window`.
 
         `squared_length_per_token`: sum of L**2 over the sequences, divided by the sum of L, where L is the length of a
         sequence. A token attends to `squared_length_per_token` / 2 tokens on average. In a layer with a window, it attends to

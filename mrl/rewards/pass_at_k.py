@@ -14,8 +14,9 @@ from mrl.rewards.reward_types import Response, Reward, single_rewards
 MAX_SAMPLES = 1000
 """Largest number of responses to a prompt. From 1030 responses on, binomial coefficients overflow float64."""
 
-# The suffix of an array's name gives its axes: y is a node of the quadrature, m is a number of drawn responses, d is a number of
-# drawn responses that have the same answer, and j is a number of answers that are given by equally many responses.
+# The letters after the last underscore of an array's name are its axes, as in `ways_ym`: y is a node of the quadrature over y in
+# _ways_of_other_answers, m is a number of drawn responses, d is a number of drawn responses that have the same answer, and j is a
+# number of answers that are given by equally many responses.
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -41,10 +42,10 @@ def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int)
     equal probability. If an answer wins, it passes with a probability equal to the fraction of correct responses among all
     responses with this answer. The result is the exact mean over all subsets of k responses and all ways to break ties.
     """
-    return majorities(answers, passed, [k])[k]
+    return majority_at_ks(answers, passed, [k])[k]
 
 
-def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequence[int]) -> dict[int, float]:
+def majority_at_ks(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequence[int]) -> dict[int, float]:
     """Return majority_at_k for each k in `ks`. The votes are counted only once."""
     assert len(answers) == len(passed) and min(ks) >= 1 and max(ks) <= len(answers), f"{len(answers)} answers, k={ks}"
     votes, passing = Counter(answers), Counter(a for a, p in zip(answers, passed, strict=True) if p)
@@ -106,12 +107,12 @@ def _products_without_one_contender(
     max_m: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield `(size, product)` for each size in `sizes`: the product over all contenders except one contender of this size.
+    """Yield `(size, product)` for each size in `sizes`: `ways_ym` times the polynomials of all contenders but one of this size.
 
-    A contender is an answer that can get `votes` votes. The omitted contender is the answer whose ways to win are counted. The
-    product is `ways_ym` times the polynomials (see _multiply_by_contenders) of all other contenders. `ways_ym` has a row for each
+    A contender is an answer that can get `votes` votes. The omitted contender is the answer whose ways to win are counted. For
+    the polynomial of a contender, see _multiply_by_contenders. `ways_ym` has a row for each
     node of y and a column for each number m of drawn responses. `contenders` are pairs (size, count of contenders of this size).
-    The list is halved recursively, because all sizes of one half share the product of the other half.
+    The list is halved recursively: the product of one half is computed once, for all contenders that the other half omits.
     """
     if not any(size in sizes for size, _ in contenders):
         return

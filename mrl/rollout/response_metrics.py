@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.filters import CORRECTNESS_PARTS
 from mrl.core.metric_families import name_part
 from mrl.core.metrics import Metrics
-from mrl.rewards.pass_at_k import default_ks, majorities, pass_at_k, voted_answers
+from mrl.rewards.pass_at_k import default_ks, majority_at_ks, pass_at_k, voted_answers
 from mrl.rewards.reward_types import Response, Reward, Score, Scores
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.trajectory import Group, ResponseUsage, Sample, StepGroups
@@ -356,5 +356,5 @@ def evaluation_values(scores: Sequence[Score], answers: Sequence[str | None], n:
         return values
     for k in ks:
         values[f"pass_at_{k}"] = float(np.mean([pass_at_k(n, sum(correct[prompt]), k) for prompt in prompts]))
-    votes = [majorities(answers[prompt], correct[prompt], ks) for prompt in prompts]
+    votes = [majority_at_ks(answers[prompt], correct[prompt], ks) for prompt in prompts]
     return values | {f"maj_at_{k}": float(np.mean([of_prompt[k] for of_prompt in votes])) for k in ks}

@@ -1,6 +1,6 @@
 """ServedModels: the SGLang servers of the reward models, judges and teachers that the key `roles` names.
 
-A served teacher is asked for the k most probable tokens, with their log-probabilities, at each sampled token.
+A served teacher returns the k most probable tokens, with their log-probabilities, at the position of each sampled token.
 """
 
 import logging
@@ -43,7 +43,10 @@ class ServedModels:
     """
 
     def __init__(self, groups: Sequence[ServerGroup], max_restarts: int) -> None:
-        """Start all servers. Returns before they are ready. At most `max_restarts` servers of one model are replaced."""
+        """Start all servers. Returns before they are ready.
+
+        If servers that were ready end, at most `max_restarts` servers of each model are replaced.
+        """
         self._servers = {group.name: EngineServers(group) for group in groups}
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(self._servers, 0)  # name of a model -> number of its servers that have ended
@@ -57,7 +60,7 @@ class ServedModels:
 
     @property
     def num_restarts(self) -> int:
-        """Number of servers that were replaced so far."""
+        """Number of servers that have ended so far."""
         return sum(self._restarts.values())
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -162,7 +165,7 @@ class ServedModels:
 
 
 def _control(urls: Sequence[str], action: Callable[[EngineControl], object]) -> None:
-    """Call `action` for each server. A server that cannot be reached is skipped; the watcher replaces it.
+    """Call `action` for each server. A server that cannot be reached is skipped. If it has ended, the watcher replaces it.
 
     Raises EngineError if a server refuses the request, or if it does not answer in time.
     """
@@ -217,7 +220,7 @@ def _no_top_k(k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
 
 def _top_k_of_row(
     urls: Callable[[], Sequence[str]],
-    number: int,
+    first_server: int,
     row: NDArray[np.int32],
     sampled: NDArray[np.int64],
     k: int,
@@ -226,14 +229,14 @@ def _top_k_of_row(
     """Return log-probabilities [n, k] and token ids [n, k] for the n sampled tokens of a row.
 
     `row`: the tokens of the row. `sampled`: [n] index of each sampled token in `row`. Attempt i sends the request to the server
-    with the index `number` + i, modulo the number of servers.
+    with the index `first_server` + i, modulo the number of servers.
     """
     if not len(sampled):
         return _no_top_k(k)
     tokens, first = row.tolist(), int(sampled[0])
     while True:
         servers = urls()
-        url, left_s = servers[number % len(servers)], deadline - time.monotonic()
+        url, left_s = servers[first_server % len(servers)], deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(
                 "the teacher did not answer in time; raise rollout.request_timeout_s, or use more servers."
@@ -243,5 +246,5 @@ def _top_k_of_row(
                 logprobs, ids = client.top_logprobs(tokens, first, k)
             return logprobs[sampled - first], ids[sampled - first]
         except httpx.TransportError:
-            number += 1
+            first_server += 1
             time.sleep(RETRY_PAUSE_S)

@@ -29,7 +29,7 @@ class ServerGroup:
     count: int  # number of servers
     tp_size: int  # tensor-parallel size of each server
     seed: int  # a server gets `seed` + its serial number, unless `arguments` has a random_seed
-    max_replacements: int  # how often EngineServers.wait_ready replaces a server that ends before it is ready
+    max_replacements: int  # how often a server that ends before it is ready is replaced, see EngineServers.wait_ready
     external_urls: tuple[str, ...] = ()  # servers that are running already; if there are any, no server is started
     timeline: bool = False  # whether the servers record spans (parallel.spans)
     # `slots(i)` returns the device slots of server i. None: servers are children of the process that starts them.
@@ -125,7 +125,7 @@ class RolloutSpec:
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of `prompts_per_step`
     in_order: bool = False  # whether steps take groups in the order in which their prompts were drawn
     max_sampling_rounds: int = 1  # a step replaces at most (max_sampling_rounds - 1) * prompts_per_step rejected groups
-    log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
+    log_key: str = "samples"  # subfolder of run_dir/rollout_log: a hash of what determines the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
     scoring: ScoringConfig = field(default_factory=ScoringConfig)  # processes and deadline of the reward
     agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
@@ -139,7 +139,7 @@ class RolloutSpec:
     engine_env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engines
     # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
-    served: tuple[ServerGroup, ...] = ()  # for each served model of the key `roles`, its servers
+    served: tuple[ServerGroup, ...] = ()  # servers of each reward model, judge or teacher that mrl serves (key `roles`)
 
     @property
     def engine_group(self) -> ServerGroup:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.evaluation.evaluation_summary import student_t_mean, wilson_mean
-from mrl.rewards.pass_at_k import majorities, majority_at_k, pass_at_k
+from mrl.rewards.pass_at_k import majority_at_k, majority_at_ks, pass_at_k
 
 RESPONSES = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.booleans()), min_size=1, max_size=8)
 
@@ -42,7 +42,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(responses, data):
     subsets = list(combinations(responses, k))
     expected = sum(vote(list(subset), passing) for subset in subsets) / len(subsets)
     assert majority_at_k(answers, passed, k) == pytest.approx(expected, abs=1e-12)
-    assert majorities(answers, passed, [1, len(responses), k])[k] == pytest.approx(expected, abs=1e-12)
+    assert majority_at_ks(answers, passed, [1, len(responses), k])[k] == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_vote_of_one_is_the_fraction_that_passes_with_an_answer():
@@ -71,7 +71,7 @@ def test_a_vote_of_all_is_decided_by_the_largest_class():
 )
 def test_many_responses_are_counted_in_seconds(answers):
     begun = time.process_time()
-    found = majorities(answers, [True] * len(answers), [1, 8, len(answers)])
+    found = majority_at_ks(answers, [True] * len(answers), [1, 8, len(answers)])
     assert list(found.values()) == pytest.approx([1.0] * 3) and max(found.values()) <= 1, "one answer always wins"
     assert time.process_time() - begun < 5.0  # about 1 s on an idle core
 
