@@ -155,7 +155,7 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Let Megatron average the gradients of a module over the tensor-parallel ranks. Each rank computes the whole module.
+    """Let Megatron average the gradients of a module, which each tensor-parallel rank computes as a whole, over these ranks.
 
     On GPUs, the gradients of the ranks differ, because kernels sum in no fixed order.
     """
@@ -217,9 +217,9 @@ class PackedLatentAttention(MLASelfAttention):
 
     Down-projections compute two low-rank vectors for each token, and up-projections compute the queries, keys and values of all
     heads from these vectors. All heads share one part of the key, and RoPE rotates this part. Without Transformer Engine,
-    Megatron 0.19 splits the down-projections over tensor-parallel ranks. The gradient of the shared part would then come only
-    from the heads on the same rank. With replicated down-projections, the sequence-parallel gather of the shared part sums the
-    gradients of all heads. Therefore this module needs sequence parallelism if the layout has tensor parallelism.
+    Megatron 0.19 splits the down-projections over tensor-parallel ranks, and the gradient of the shared part misses the heads of
+    the other ranks. Here, the down-projections are replicated, and the backward pass of the sequence-parallel gather sums the
+    gradient over the ranks. Without sequence parallelism there is no such gather, so tensor parallelism requires it.
     """
 
     def __init__(
@@ -262,9 +262,8 @@ class PackedLatentAttention(MLASelfAttention):
 class PackedRouter(TopKRouter):
     """Router whose load-balancing loss is weighted by the number of real tokens in the whole pack, without padding.
 
-    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, the product is wrong for one of two
-    reasons: the count is already the sum over all ranks, because Megatron has all-reduced it in place, or the ranks have
-    different counts.
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, this product is wrong. Either
+    Megatron has already all-reduced the count in place, so it is the sum over the ranks, or the ranks have different counts.
 
     The correction bias (Megatron's expert_bias), if the model has one, stays in float32 for any dtype of the model.
     """

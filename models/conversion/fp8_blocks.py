@@ -71,8 +71,8 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
     """Return the weights of a quantized matrix, [out, in], float32. The arguments are the results of `quantize_blocks`."""
     rows, columns = values.shape
-    of_weights = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return values.float() * of_weights
+    scale_of_weights = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return values.float() * scale_of_weights
 
 
 def _next_power_of_two(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from mrl.config.validate import REFERENCE_ROLE, TEACHER, roles_of, teachers_of
 from mrl.core.code_locations import plug_in_name
 
 POLICY_COLUMNS = {"old_logprobs": "logprobs", "entropies": "entropies", "sum_pi_squared": "sum_pi_squared"}
-"""Column that the actor computes before its first optimizer step on a rollout -> name of this output of MegatronActor.head.
+"""Column that the actor computes before its first optimizer step on a rollout -> output of MegatronActor.head with this content.
 
 The actor computes only the columns that the algorithm needs, all of them in one forward pass."""
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
@@ -146,7 +146,7 @@ def _check_required_inputs(
     columns: frozenset[str],
     step_required_inputs: Mapping[str, frozenset[str]],
 ) -> None:
-    """Raise ValueError if the algorithm needs a column outside `columns`, or values of a critic that would get no returns."""
+    """Raise ValueError if the algorithm needs a column outside `columns`, or a critic that would get no returns to learn."""
 
     def key_of(names: AbstractSet[str], otherwise: str) -> str:
         return next((key for key, needed in step_required_inputs.items() if needed & names), otherwise)
@@ -184,7 +184,7 @@ def _check_role_columns(config: Config, required_inputs: frozenset[str]) -> None
             continue
         if name in teachers and expected in required_inputs and role.column != expected:
             raise ValueError(
-                f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove column."
+                f"{key}.column={role.column}: the algorithm reads {expected} of each teacher; remove {key}.column."
             )
         other = computed_by.setdefault(role.column, name)
         is_taken = other != name and not {name, other} <= teachers.keys()
@@ -268,12 +268,12 @@ def build_value_loss(config: Config) -> ValueLossFunction:
     return instantiate_callable(config.critic.loss, "critic.loss", ["values", "returns", "old_values"])
 
 
-def refuse_distillation(objective: Objective, command: str) -> None:
-    """Raise ValueError if the loss compares the policy with a teacher, because `command` runs no teacher."""
+def refuse_distillation(objective: Objective, source: str) -> None:
+    """Raise ValueError if the loss compares the policy with a teacher, because `source` has no outputs of a teacher."""
     if objective.distillation is not None:
         raise ValueError(
-            f"algorithm.loss._target_=mrl.algorithms.distillation.Distillation: {command} has no outputs of a teacher; use "
-            "another algorithm, such as algorithm=distill, which has the same model and layout."
+            f"algorithm.loss._target_=mrl.algorithms.distillation.Distillation: {source} has no outputs of a teacher; use "
+            "another algorithm, such as algorithm=distill; the model and the layout can stay the same."
         )
 
 

@@ -159,8 +159,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/trained_length_ratio": Metric(
         "",
-        "mean response length of the groups on which the last four steps trained, divided by the mean response length of as many "
-        "groups whose prompts were drawn one after another; below 1, the steps prefer short responses",
+        "mean response length of the groups on which the last four steps trained, divided by the mean over equally many groups "
+        "that were drawn one after another, trained or not; below 1, the steps prefer short responses",
         good="near 1",
     ),
     "rollout/token_staleness_mean": Metric(
@@ -226,7 +226,7 @@ METRICS: dict[str, Metric] = {
         "s", "part of the step that decodes and scores responses", ".2f", good="a few percent of the step"
     ),
     "component_time/reward_overlap_s": Metric(
-        "s", "scoring time while engines sample, or while no step waits for it", ".2f", good="above 0 if models score"
+        "s", "scoring time that delays no step", ".2f", good="above 0 if reward models or judges compute the rewards"
     ),
     "component_time/controller_s": Metric(
         "s",
@@ -353,7 +353,7 @@ METRICS: dict[str, Metric] = {
     "preference/chosen_logprob": Metric("nats", "mean log-probability of a chosen response", good="falls little"),
     "preference/rejected_logprob": Metric("nats", "mean log-probability of a rejected response", good="falls"),
     "preference/reference_point": Metric("nats", "KL to the reference in the loss of KTO", ".2e", good="rises slowly"),
-    "critic/loss": Metric("", "half the mean squared error of the values", ".2e", good="falls"),
+    "critic/loss": Metric("", "half the mean squared error of the values, with clipping", ".2e", good="falls"),
     "critic/value_mean": Metric("", "mean of the critic's values for the sampled tokens", good="near the mean return"),
     "critic/explained_variance": Metric(
         "", "1 - Var[return - value] / Var[return]; 1: perfect values; 0: constant values", good="above 0, towards 1"
@@ -421,7 +421,7 @@ METRICS: dict[str, Metric] = {
     "batch/skipped_tokens_fraction": Metric(
         "",
         "fraction of the tokens that are not computed because the advantage of their response is 0",
-        good="the fraction of tokens in groups with equal rewards",
+        good="equal to the fraction of tokens in groups whose rewards are all equal",
     ),
     "batch/shared_tokens_fraction": Metric(
         "",

@@ -26,7 +26,7 @@ EVEN_ENOUGH = 1.0005  # the search stops when the heaviest bin costs at most thi
 # other bins. This limits the memory of the search.
 CANDIDATES = (256, 4096)
 # Limits for the cost of a group, relative to the mean cost of a part. make_units tries each limit and cuts the groups above it.
-# Each piece computes the prompt again, so many small pieces can make the heaviest part heavier. So some limits are above 1.
+# Each piece computes the prompt again, so many small pieces can make the heaviest part heavier. Limits above 1 cut fewer groups.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 

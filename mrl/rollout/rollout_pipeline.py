@@ -53,8 +53,8 @@ class GroupSampler:
             self._bound_agent = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self.lengths = ResponseLengths(spec.sampling.max_new_tokens / 2)
         calls_server = any(getattr(each, "needs_server", False) for each in single_rewards(spec.reward))
-        # In a deterministic run, the groups of a step must reach an engine together: on a CPU, the rounding errors of a
-        # response's log-probabilities depend on the other responses in the batch.
+        # A synchronous deterministic run sends the groups of a step together. Without batch-invariant kernels (on a CPU), the
+        # rounding errors of a response's log-probabilities depend on the other responses in the batch.
         scores_early = calls_server and not spec.deterministic
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent or scores_early)
 
@@ -165,7 +165,7 @@ class GroupSampler:
 
 
 class ScoringOverlap:
-    """Measures the time during which responses are scored while the engines sample other responses, or while no step waits."""
+    """Measures the scoring time that delays no step: the engines sample other responses, or no step waits for groups."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below, which three threads change
@@ -254,7 +254,7 @@ class RolloutPipeline:
                 self._running |= dict.fromkeys((request.serial_number for request in requests), running)
 
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
-        """Wait for the groups of a step. Returns None if more prompts may be drawn, for example in place of rejected groups.
+        """Wait for the groups of a step. Returns None if the caller must first draw more prompts, in place of rejected groups.
 
         Raises NoEngineError if no engine is left, EngineError after `timeout_s` seconds, and the errors of sampling and scoring.
         After an error of sampling or scoring, the next call of `send_requests` sends the failed requests again.

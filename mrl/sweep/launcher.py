@@ -160,7 +160,7 @@ def check_sweep(
             mistakes.append(f"  {' '.join(point)}: {error}")
     if mistakes:
         raise ValueError(
-            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none of these was started", *mistakes])
+            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run, so no point was started", *mistakes])
         )
     config = hydra_entry.compose_config([*shared_overrides, *points[0]])
     return extend_sweep(folder, config, shared_overrides, points, first), max(nodes)
@@ -214,7 +214,7 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Runs the given points that are not done yet, until all of them have ended or a signal arrives."""
+    """Starts the given points that have not succeeded yet, and waits until each has ended or a signal arrives."""
 
     poll_s: float  # seconds between two polls
 
@@ -312,7 +312,7 @@ class LocalRunner(Runner):
 
     def interruption_message(self) -> str:
         begun = any(result.steps and not result.state.ended for result in self.results())
-        saved = "points that had begun to train saved checkpoints; " if begun else ""
+        saved = "points that had begun training have saved checkpoints; " if begun else ""
         return f"{saved}the same command continues the sweep"
 
     def close(self) -> None:

@@ -449,7 +449,8 @@ class MegatronRewardModel(MegatronCritic):
     """One rank's part of a reward model: a critic whose value at the last token of a sequence is the sequence's score.
 
     In a block for a reward model, each row has one sampled token: the end mark, an end-of-sequence token that
-    mrl.data.supervised_dataset appends. The value of the end mark is the score. `export_hf` writes a sequence
+    mrl.data.supervised_dataset appends to the sequence. The value of the end mark, which the model computes at the token before
+    it, is the score. `export_hf` writes a sequence
     classification model of the library transformers.
     """
 

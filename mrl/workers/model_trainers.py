@@ -43,7 +43,7 @@ class UpdateObserver(Protocol):
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
         """Return a context that is open while `update` runs. The caller appends the reports to the list that the context yields.
 
-        `step` is the number of earlier training steps that trained the actor.
+        `step` is the number of earlier training steps that trained this model.
         """
         ...
 
@@ -96,7 +96,7 @@ class ActorUpdate:
 
     reports: Sequence[UpdateReport]  # one for each optimizer step
     lr: float  # learning rate of the last optimizer step
-    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] token weight of every token of the row
+    token_weights: Sequence[NDArray[np.float64]]  # for each optimizer step: [B] weight of each sampled token of the row
     zero_advantage: NDArray[np.bool_]  # [selected rows] whether the advantage of every token of the row is 0
 
 
@@ -156,8 +156,8 @@ class ActorTrainer:
         objective = self.objective if loss is None else self.objective.with_loss(loss)
         if advantages is None and getattr(objective.policy, "zero_at_zero_advantage", False):
             raise ValueError(
-                f"trainer._target_: update() got no estimates, but the loss {plug_in_name(objective.policy)} is 0 without "
-                "advantages; pass the result of estimate(), or a loss such as CrossEntropy()."
+                f"trainer._target_: update() got no advantages, but the loss {plug_in_name(objective.policy)} is 0 without "
+                "them; pass the result of estimate(), or a loss such as CrossEntropy()."
             )
         advantages = _selected(advantages, rows, rollouts)
         batch = train_batch(rollouts, advantages, self._trained_rows(advantages, objective))
@@ -194,7 +194,7 @@ def _selected(
 ) -> AdvantageResult:
     """Return the advantages of the B responses. In the result, responses outside `rows` [B] are excluded, too.
 
-    If `advantages` is None and the rollout filter rejected all sampled groups, the sampled responses are excluded, too.
+    If `advantages` is None and the rollout filter rejected all sampled groups, only responses from a file (data.offline) remain.
     """
     if advantages is None:
         size = len(rollouts.groups)
@@ -269,7 +269,7 @@ class RoleScorer:
     def _begin(self, rollouts: Rollouts, method: Callable, **options: Any) -> PendingCall[ComputedColumns]:
         rows = self.rows(rollouts)
         if not rows.any():
-            return PendingCall(lambda: ComputedColumns({}, 0.0))
+            return PendingCall(lambda: ComputedColumns({}, seconds=0.0))
         return self.group.begin_columns(method, train_batch(rollouts, trained=rows), self.packing, **options)
 
 
@@ -312,7 +312,7 @@ ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
     """Return the metrics of all optimizer steps on a rollout. Counts and seconds are sums over the optimizer steps.
 
-    The report of a mini-batch without trained rows contains no tokens.
+    A mini-batch without trained rows reports no tokens, so the number of tokens may be 0. The means are then NaN.
     """
     tokens, mismatch_abs, entropy = (_total(reports, name) for name in ("tokens", "mismatch_abs", "entropy"))
     sums = {name: _total(reports, name) for name in corrections.MISMATCH_SUMS}

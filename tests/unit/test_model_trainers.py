@@ -80,7 +80,7 @@ def update(
     result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), excluded), {}, drawn)
     policy = actor_trainer(group, Objective(PPOClip()), mini_batches, epochs)
     if all_filtered:
-        with pytest.raises(ValueError, match=r"update\(\) got no estimates, but the loss PPOClip is 0 without"):
+        with pytest.raises(ValueError, match=r"update\(\) got no advantages, but the loss PPOClip is 0 without"):
             policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows)
         call = policy.begin_update(rollouts, None, step=2, coefs={}, rows=rows, loss=CrossEntropy())
     else:

@@ -185,7 +185,7 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     assert not any(result.state.ended for result in runner.results()) and not sweep.point_folder(2).exists()
     assert runner.interruption_message() == "the same command continues the sweep"
     (sweep.point_folder(0) / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    assert runner.interruption_message().startswith("points that had begun to train saved checkpoints; ")
+    assert runner.interruption_message().startswith("points that had begun training have saved checkpoints; ")
 
 
 class Slurm:
@@ -325,7 +325,7 @@ def test_proposals_that_never_can_run_are_an_error(tmp_path):
         (["algorithm=grpo,nonesuch"], "nonesuch"),
         (["--cfg", "job", "optim.lr=1,2"], "only takes arguments of the form KEY=VALUE"),
         (["optim.lr=1,2", "hydra/launcher=nonesuch"], "Could not find 'hydra/launcher/nonesuch'"),
-        (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run; none of these was started"),
+        (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run, so no point was started"),
         (["--table", "nowhere"], "contains no sweep"),
     ],
 )

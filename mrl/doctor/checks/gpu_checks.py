@@ -12,8 +12,8 @@ BUSY_BYTES = GB  # a GPU counts as busy if more than this much of its memory is 
 def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
     """Find GPU drivers that are too old for torch's CUDA version, and drivers that differ between hosts.
 
-    `required`: CUDA version (major, minor); the default is the version in the lock file. Only the major CUDA version is compared,
-    because a driver supports all minor versions of the newest major CUDA version that it knows.
+    `required`: CUDA version (major, minor); the default is the version in the lock file. Only the major CUDA version is compared:
+    a driver for CUDA 12.x also runs CUDA 12.y (minor-version compatibility).
     """
     required = required or locked_cuda()
     drivers = {host.host: host.gpus.cards[0].driver for host in cluster.hosts if host.gpus.cards}
@@ -126,7 +126,7 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             f"the config needs {requirements.gpus} GPUs, the hosts have {cluster.num_gpus}",
             "the placement of the run's resource pools would fail",
             "set placement=colocated, use a smaller layout (parallel.*, rollout.num_engines), or add hosts; `mrl plan placement "
-            "KEY=VALUE ...` shows how many GPUs each needs",
+            "KEY=VALUE ...` shows how many GPUs each resource pool needs",
         )
     if requirements.cannot_run_on_cpus and not cluster.num_gpus:
         yield error(
@@ -141,7 +141,7 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     """Find hosts where only some pairs of GPUs have NVLink, links that differ between hosts, and unready NVSwitch fabrics.
 
-    A host where no pair of GPUs has NVLink is reported only if other hosts have NVLink.
+    A host without NVLink is reported only if its kinds of links differ from those of the other hosts.
     """
     for host in cluster.hosts:
         yield from _check_links(host)
