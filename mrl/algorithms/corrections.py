@@ -132,7 +132,7 @@ class ImportanceSampling:
 
     @property
     def scale_column(self) -> str:
-        """Name of the column that `precomputed_columns` returns. Corrections with other settings have other column names."""
+        """Name of the column of `precomputed_columns`. Corrections that differ in level, mode or bounds have different names."""
         return f"importance_scale_{self.level}_{self.mode}_{self.low}_{self.high}"
 
     def step_weights(self, batch: AdvantageInputs) -> NDArray[np.float64]:
@@ -227,8 +227,8 @@ class Rejection:
 
     With sum, mean and max, all tokens of a response are rejected if the value of the response is above `high`.
 
-    ImportanceSampling with mode=reject compares r itself with its bounds, as verl does with the estimate k1. `numerator` has
-    the same meaning as in ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
+    For verl's estimate k1, use ImportanceSampling with mode=reject, which compares r with `low` and `high`. `numerator` has the
+    same meaning as in ImportanceSampling. Rejected tokens count in the denominators of the loss; in verl they do not count.
 
     Raises ValueError for an unknown level, kind or numerator, and for a `high` of 0 or less.
     """

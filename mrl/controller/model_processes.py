@@ -1,8 +1,8 @@
 """Starts the worker groups of a run's models, and describes and controls the models that SGLang serves.
 
-ModelGroups starts the worker groups from the plans of their models. `served_groups` describes the servers of the served models,
-which the key `roles` names. The rollout worker starts these servers. ServedModel and ServedTeacher are the driver's handles to
-the served models.
+ModelGroups starts the worker groups from the plans of their models. Served models are the roles (key `roles`) that SGLang serves.
+`served_groups` describes their servers, which the rollout worker starts. ServedModel and ServedTeacher are the driver's handles
+to the served models.
 """
 
 from collections.abc import Callable, Mapping
@@ -200,7 +200,7 @@ def served_groups(config: Config, run_dir: str, colocated_roles: frozenset[froze
         assert role.path, "validate.roles_of has checked it"
         device = config.sglang.get("device")
         arguments = default_server_args(config.model.dtype, 0, device=device)
-        # SGLang reads the context from config.json, and the weights never change.
+        # SGLang reads the context length from config.json, and the weights of a served model never change.
         for unused in ("context_length", "custom_weight_loader"):
             del arguments[unused]
         # All servers get the same seed, because SGLang (0.5.23) initializes the bias of some classification heads at random.

@@ -241,8 +241,8 @@ class Trainer:
             rollouts: result of `generate`.
             estimates: result of `estimate`, or None for a loss that reads no advantages, such as CrossEntropy.
             rows: [B] mask of the responses on which to train. The loss is averaged over these responses. Default: all responses.
-            loss: policy loss that replaces algorithm.loss. The correction, the KL penalty and the entropy bonus still apply. If
-                `loss` is an Objective, it replaces them, too.
+            loss: policy loss that replaces algorithm.loss. The correction, the KL penalty and the entropy bonus still apply,
+                unless `loss` is a mrl.algorithms.objective.Objective, which has its own.
         """
         record = self.record
         record.check_update()

@@ -63,7 +63,7 @@ class PointDifference:
     layer: int | None  # None: the trace point is outside the layers
     absolute: float  # largest absolute difference of two elements
     relative: float  # see EngineTolerances.points; for log-probabilities, the same as `absolute`
-    token: int  # token with the largest difference, as an index in the block
+    token: int  # index, in the block, of the token with the largest difference; for last_logits: index of the row
     tolerance: float
 
     @property
@@ -83,11 +83,11 @@ class EngineReport:
     """Result of one comparison."""
 
     differences: list[PointDifference]  # in the order of computation; the last entry compares the log-probabilities
-    cause: Cause | None  # None: the sides agree
+    cause: Cause | None  # None: engine and trainer agree
     num_tokens: int
     num_prompts: int
-    # number of tokens whose log-probabilities were not compared, because round-off decides to which experts these tokens, or
-    # earlier tokens of their rows, are routed
+    # number of tokens (prompt tokens included) for which round-off decides to which experts they, or earlier tokens of their
+    # rows, are routed; their log-probabilities are not compared
     tokens_with_undecided_experts: int
 
     @property
@@ -110,12 +110,12 @@ def ordered_points(num_layers: int) -> list[tuple[str, int | None]]:
 def compare_points(
     engine: Trace, trainer: Trace, block: TokenBlock, num_layers: int, tolerance: float
 ) -> tuple[list[PointDifference], NDArray[np.bool_]]:
-    """Compare all trace points that both sides have. The trainer must have used the engine's routing weights for its experts.
+    """Compare all trace points that both sides have. The trainer must have routed each token as the engine did.
 
     At the trace point `routing`, a token is not compared if round-off decides its experts.
 
     Returns the differences, and a mask [S] of the tokens that were not compared at `routing` and of all later tokens of their
-    rows. When the engine sampled, it may have chosen other experts for the tokens of the mask.
+    rows. While the engine sampled, it may have chosen other experts for these tokens than in the compared forward pass.
     """
     undecided = np.zeros(len(block.tokens), bool)
     differences = []
@@ -138,15 +138,16 @@ def _undecided_routing(
 ) -> NDArray[np.bool_]:
     """Return a mask [S] of the tokens whose experts differ between the two sides only because of round-off.
 
-    Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit).
+    Round-off decides between two experts if their logits differ by at most 2 x tolerance x (largest absolute logit). With the
+    tolerances of float32, or without router logits, the mask is false for all tokens.
     """
     if logits is None or tolerance < 1e-3:
         return np.zeros(len(engine), bool)
-    mine, theirs = engine > 0, trainer > 0
-    only_mine = np.where(mine & ~theirs, logits, np.inf).min(1)
-    only_theirs = np.where(theirs & ~mine, logits, -np.inf).max(1)
+    by_engine, by_trainer = engine > 0, trainer > 0
+    only_engine = np.where(by_engine & ~by_trainer, logits, np.inf).min(1)
+    only_trainer = np.where(by_trainer & ~by_engine, logits, -np.inf).max(1)
     limit = 2 * tolerance * np.abs(logits).max(1)
-    return (mine != theirs).any(1) & (np.abs(only_theirs - only_mine) <= limit)
+    return (by_engine != by_trainer).any(1) & (np.abs(only_trainer - only_engine) <= limit)
 
 
 def _point_difference(

@@ -2,11 +2,11 @@
 
 step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of the other files
                 batch.npz             tokens and columns of all rows, as the trainer ranks received them
-                mini_batches.npz      prompt index of each row; per mini-batch: rows to train, and rows in the loss denominators
+                mini_batches.npz      prompt index of each row; per mini-batch: trained rows, and rows in the mean of the loss
                 rng_00000.safetensors states of the random number generators, one file per rank
                 weights/              Hugging Face folder of the weights before the step; in dumps of spikes, it is absent
 
-Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights of step 6. If a training step
+Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights after step 6. If a training step
 calls `update` several times, each update has a dump of its own. The folder of the second update is step_000007_update_2.
 """
 
@@ -216,7 +216,7 @@ class StepDumpRecorder:
         """Watch the optimizer steps of one training step.
 
         The caller must append the report of each optimizer step to the list that this context yields. `update` describes the
-        optimizer steps. `step` is the number of earlier training steps that trained the actor.
+        optimizer steps. `step` is the number of earlier training steps that trained the model.
 
         Raises FloatingPointError with the path of the dump if a gradient is not finite.
         """
@@ -298,7 +298,7 @@ class StepDumpRecorder:
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
         """Make the trainer ranks write their parts of the dump, and write the mini-batches.
 
-        The trainer ranks also write the current weights, unless `description` names weights outside the dump or no weights.
+        The trainer ranks also write the current weights if `description.weights` is a folder in the dump.
         """
         folder, batch = self._path(description), update.mini_batches[0]
         shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,7 @@ CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
 
 class NoEngineError(EngineError):
-    """All engines have failed."""
+    """No engine is in service."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class PooledEngine:
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
     log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
-    expected_work: float = 0.0  # of the pending requests: tokens if the caller estimates tokens, otherwise responses
+    expected_work: float = 0.0  # sum over the pending requests; for its unit, see `generate`
     faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine has failed; None: it has not failed
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # pending HTTP requests
@@ -99,7 +99,7 @@ class StickySession:
 
 
 class EnginePool:
-    """All engines of one rollout worker, `mrl generate` or `mrl evaluate`. The pool replaces engines that fail.
+    """All engines of one process (a rollout worker, `mrl generate` or `mrl evaluate`). The pool replaces engines that fail.
 
     External servers are not replaced, because they may recover. A new engine, or an external server that has recovered, is in
     service after the next call of `wait_ready` or `replace`. In training, the driver then pushes the current weights to it. If
@@ -207,7 +207,7 @@ class EnginePool:
 
         Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
         serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session,
-        the least busy engine is used. `expected_work`: work that this request adds to the engine; default: number of responses.
+        the least busy engine is used. `expected_work`: work of this request, such as tokens; default: number of responses.
         `images`: images of each prompt; empty: no prompt has images.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
@@ -454,8 +454,8 @@ class EnginePool:
         return failed
 
     def _unreported_failures(self) -> dict[str, str]:
-        failed = [engine for engine in self.engines if engine not in self._reported]
-        return {engine.client.url: engine.failure for engine in failed if engine.failure}
+        unreported = [engine for engine in self.engines if engine not in self._reported]
+        return {engine.client.url: engine.failure for engine in unreported if engine.failure}
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of failures since the last call. A failed engine is counted when `take_failed` returns it."""

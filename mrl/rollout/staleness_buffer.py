@@ -1,8 +1,8 @@
 """Scheduling of rollouts: how many prompts are drawn, which groups a step gets, which prompts share an HTTP request.
 
 A prompt request asks for a group of G responses to one prompt. A step trains on N groups. K is the maximal staleness, in weight
-versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded, however
-fast the engines and the trainers are. Step s trains only on tokens that weight version s - K or a later version sampled.
+versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet used by a step. Memory is therefore bounded,
+however fast the engines and the trainers are. Step s trains only on tokens that weight version s - K or a later version sampled.
 With K = 0, training is synchronous.
 
 This module contains no threads and no engines, and imports neither Ray nor torch, because the rollout simulator
@@ -23,7 +23,7 @@ unfinished requests. Requests must not be small either, because each request cos
 
 
 def num_extra_groups(over_sample_rate: float, prompts_per_step: int) -> int:
-    """Return the number of groups that over-sampling adds to the groups in flight."""
+    """Return the number of groups that over-sampling adds to the (K + 1) N groups of the staleness buffer."""
     return math.ceil(over_sample_rate * prompts_per_step)
 
 
@@ -40,11 +40,11 @@ class PromptRequest:
 
 @dataclass
 class StalenessBuffer[T]:
-    """The prompt requests that are drawn and not yet trained. The caller samples their groups and stores the finished groups.
+    """The prompt requests that no step has used yet. The caller samples their groups and stores the finished groups.
 
     T, the type of a group, is Group in runs and None in simulations.
 
-    - `extra_groups` (over-sampling): this many more groups are in flight than the steps need. A step takes the groups that
+    - `extra_groups` (over-sampling): the buffer holds up to this many more groups than (K + 1) N. A step takes the groups that
       finish first. Other groups are dropped when they are too old for the next step. Without over-sampling no group is dropped:
       a step waits for every group that would be too old for the next step.
     - `in_order`: steps take groups in the order in which their prompts were drawn, so short responses are not preferred.
@@ -88,7 +88,7 @@ class StalenessBuffer[T]:
     def finish(self, number: int, group: T, passed_filter: bool) -> None:
         """Store the scored group of the prompt request with serial number `number`. Does nothing for a dropped request.
 
-        A group that did not pass the rollout filter is not trained, and a new prompt may replace it.
+        No step trains on a group that did not pass the rollout filter. A new prompt may replace it.
         """
         request = self.in_flight.pop(number, None)
         if request is None:
@@ -126,7 +126,8 @@ class StalenessBuffer[T]:
 
         `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. Each step takes N groups, so the
         request with index i may have to wait for step `step + i // N`. Its `min_weight_version` is therefore raised, if
-        necessary, to `step + i // N - K`: otherwise its tokens might be too old for that step.
+        necessary, to `step + i // N - K`: otherwise its tokens might be too old for that step. The caller sends the request when
+        the engines serve this version.
         """
         oldest = step - self.staleness
         versions = [
@@ -161,7 +162,7 @@ class StalenessBuffer[T]:
         Without over-sampling, later steps must be able to take all remaining requests before these are too old. The next d
         steps take d * N groups. Therefore, for each d below K, at most d * N of the remaining requests may be too old for
         the steps after `step + d`. For d = K this always holds: at most (K + 1) * N requests can be too old then, and this step
-        takes N of their groups. Returns None if the step would have to take unfinished groups to keep this limit.
+        takes N of them. Returns None if the step would have to take unfinished groups to keep this limit.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
@@ -191,7 +192,7 @@ class StalenessBuffer[T]:
             if request.min_weight_version <= step - self.staleness
         ]
         assert self.extra_groups or not stale, (
-            f"step {step} left requests {stale} behind, which no later step may train"
+            f"step {step} left requests {stale} behind, on which no later step may train"
         )
         self.remove(stale)
         return stale

@@ -57,9 +57,9 @@ def requires_on_device[W: _HasModel, **P, R](
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Declare how much of the model must be on the device when a worker method is called.
 
-    Before a call of such a method, WorkerGroup loads the whole model. If `loaded_by_scheduler` is true, WorkerGroup does not load
-    the model, because the caller is inside MemoryScheduler.during_push, which loads at least the actor's weights. If less than
-    `level` is loaded, the method raises RuntimeError, because it would compute on released memory.
+    Before a call of such a method, WorkerGroup loads the whole model, whatever `level` is. With `loaded_by_scheduler`, it does
+    not, because the caller is inside MemoryScheduler.during_push, which loads at least the actor's weights. If less than `level`
+    is loaded, the method raises RuntimeError, because it would compute on released memory.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -131,7 +131,7 @@ class TrainWorker:
     def setup(
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
     ) -> None:
-        """Build this rank's part of the model, with the output `head`. Raises ValueError if a library is missing."""
+        """Build this rank's part of the model. `head`: vocabulary, value or score. Raises ValueError if a library is missing."""
         check_transformer_engine(spec.overrides)
         with quick_imports():  # imports Megatron, which must follow patch_megatron_for_cpu (see __init__)
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
@@ -189,7 +189,7 @@ class TrainWorker:
         """Release the device memory of the model. If `keep_weights` is true, the weights stay. Returns the bytes still occupied.
 
         Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
-        asynchronously is not affected. If the weights were already offloaded, `keep_weights` loads them.
+        asynchronously is not affected. With `keep_weights`, the weights are loaded afterwards.
         """
         with track_activity("offloading the model"), span("offload"):
             return self.model.offload(keep_weights)
@@ -215,7 +215,7 @@ class TrainWorker:
     def compute_columns(
         self, block: TokenBlock, replica_batches: Sequence[ReplicaBatch], temperature: float, names: Sequence[str]
     ) -> RankColumns:
-        """Compute columns of this replica's rows in one forward pass. `names`: their names, see MegatronActor.head."""
+        """Compute columns of this replica's rows in one forward pass. `names`: names of the columns, see MegatronActor.head."""
         with track_activity("computing log-probabilities"), span("log-probabilities"):
             batch, start = self._own_batch(replica_batches), time.perf_counter()
             return self._put_columns(self.model.compute_columns(block, batch, temperature, names), batch, start)
@@ -435,7 +435,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def save(self, folder: str) -> None:
-        """Write a distributed checkpoint. The folder has another name until the checkpoint is complete."""
+        """Write a distributed checkpoint. Its folder gets the name `folder` when it is complete."""
         self.model.save(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)

@@ -5,7 +5,7 @@ The norm, the rotary embedding and the experts of this module need fewer passes 
 common float32 cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from the
 results of `forward_native` by float32 rounding.
 
-SGLang has no torch version of the product with a matrix in FP8. `block_fp8_linear` computes this product. `unpin_lora` lets
+SGLang multiplies by FP8 weights only in a Triton kernel. `block_fp8_linear` computes this product in torch. `unpin_lora` lets
 SGLang's own LoRA layers run on a CPU.
 """
 
@@ -136,7 +136,9 @@ def block_fp8_linear(
     `weight_scale`: scale of each block of 128 x 128 weights, [ceil(out / 128), ceil(in / 128)]. `input_scale` and
     `act_scale_ue8m0` must have their default values.
     """
-    assert block_size == [BLOCK, BLOCK] and input_scale is None and not act_scale_ue8m0, "the form that mrl chooses"
+    assert block_size == [BLOCK, BLOCK] and input_scale is None and not act_scale_ue8m0, (
+        f"only blocks of {BLOCK} x {BLOCK} are supported, without input_scale and act_scale_ue8m0"
+    )
     largest = torch.finfo(weight.dtype).max
     groups = input.float().unflatten(-1, (-1, BLOCK))
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest

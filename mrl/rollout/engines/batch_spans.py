@@ -1,7 +1,7 @@
 """Spans of the batches that an SGLang scheduler computes, for the timeline of a run.
 
-The hooks note when a batch is launched and when its result has been processed. A GPU computes the batch between these times. If
-SGLang launches a batch while the GPU still computes the previous batch, the spans of the two batches overlap.
+Hooks in SGLang's scheduler note when a batch is launched and when its result has been processed. A GPU computes the batch between
+these times. If SGLang launches a batch while the GPU still computes the previous batch, the spans of the two batches overlap.
 """
 
 import logging
