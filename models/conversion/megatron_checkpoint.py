@@ -41,10 +41,8 @@ from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_ch
 from parallel.durable_files import check_folder, fsync_path
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_MTP_DECODER = (
-    ".mtp_model_layer.",
-    ".transformer_layer.",
-)  # the decoder layer in an MTP layer: in names of the model, in keys
+# name of the decoder layer of an MTP layer: in the model, and in the keys of a checkpoint
+_MTP_DECODER = (".mtp_model_layer.", ".transformer_layer.")
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
 # keys of a checkpoint that do not name weights
 _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")

@@ -187,9 +187,9 @@ class CheckpointSaver:
         self.discard_rollout_log(saved.step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Call `action`. On an OSError, RuntimeError or ValueError, log it and abandon the pending save. Raises other errors.
+        """Call `action`. If it raises OSError, RuntimeError or ValueError, log the error and abandon the pending save.
 
-        A ProcessesLostError is raised, too.
+        Raises ProcessesLostError, and all other errors.
         """
         try:
             action()
