@@ -85,9 +85,8 @@ class FamilyPlan:
     # whether `translate` must call check_full_attention, because a config can ask for other attention, such as sliding windows
     must_check_full_attention: bool = False
     arguments: list[str] = field(default_factory=list)  # further arguments of read_decoder
-    architecture_fields: list[str] = field(
-        default_factory=list
-    )  # fields of Architecture that read_decoder does not set
+    # fields of Architecture that read_decoder does not set
+    architecture_fields: list[str] = field(default_factory=list)
     # field -> its value in the config from which the family is derived; `translate` refuses other values
     fixed_fields: dict[str, Any] = field(default_factory=dict)
     fused_params: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Family.engine_fused_params

@@ -48,13 +48,8 @@ _SIGMOID_FIELDS = (  # fields that read_sigmoid_routed_moe reads
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace"),
     *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
 )
-_WITHOUT_DEFAULT = {
-    "rope_parameters",
-    "rope_scaling",
-    "sliding_window",
-    "max_window_layers",
-    "num_mtp_layers",
-}  # a family reads these fields only if the config has them, so they need no default
+# a family reads these fields only if the config has them, so they need no default
+_WITHOUT_DEFAULT = {"rope_parameters", "rope_scaling", "sliding_window", "max_window_layers", "num_mtp_layers"}
 # whether changing a field changed the tensors or logits (None: not tested) -> last part of the note about the field
 _EFFECTS = {
     True: "; another value changed the tensors or the logits of the tiny model",

@@ -268,9 +268,8 @@ def _append(run_dir: Path, event: RunEvent) -> None:
     path = run_dir / STARTS_FILE
     try:
         with path.open("ab+") as file:
-            start = (
-                b"\n" if file.tell() and _lacks_line_end(path) else b""
-            )  # a killed process may have written half a line
+            # a killed process may have written half a line
+            start = b"\n" if file.tell() and _lacks_line_end(path) else b""
             file.write(start + orjson.dumps(asdict(event), option=orjson.OPT_APPEND_NEWLINE))
     except OSError as error:
         logger.warning("%s: the %s of the run is not recorded: %s", path, event.event, error)

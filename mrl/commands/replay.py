@@ -113,9 +113,8 @@ def main(argv: list[str]) -> int:
         objective = build_objective(config).with_coefs(dump.description.coefs)
         refuse_distillation(objective, "a step dump")
     sys.stdout.write(_introduction(dump, weights, dims, against))
-    signal.signal(
-        signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)
-    )  # so that context managers end all processes
+    # so that context managers end all processes
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         result = build.replay(plan, dump, weights, objective, against)
     except (StartError, ProcessesLostError) as error:  # a trainer rank cannot build the model, died, or hangs

@@ -56,9 +56,8 @@ class HostGpus:
     cards: list[GpuCard] = field(default_factory=list)
     error: str = ""  # why nvidia-smi fails; "" if it works or the host has no GPU
     newest_cuda: str = ""  # newest CUDA version that the driver supports
-    links: dict[str, str] = field(
-        default_factory=dict
-    )  # pair of GPUs ("0-1") -> link: NV18, PIX, PXB, PHB, NODE or SYS
+    # pair of GPUs ("0-1") -> link: NV18, PIX, PXB, PHB, NODE or SYS
+    links: dict[str, str] = field(default_factory=dict)
     fabric: str = ""  # state of NVSwitch's fabric manager: Completed, In Progress, Not Started, N/A
     hidden: bool = False  # whether CUDA_VISIBLE_DEVICES hides some cards
     allocated: int | None = None  # number of GPUs that Slurm allocated on this host; None: outside of Slurm

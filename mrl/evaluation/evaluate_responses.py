@@ -303,10 +303,8 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     answers = rewards.voted_answers(rows) if rewards else voted_answers(None, to_reward_responses(rows))
     rows = [row | dict(prompt_digest=prompt_digest(row)) for row in rows]
     prompts = group_by_prompt(rows, answers)
-    limits = (
-        config.evaluate.threshold,
-        config.evaluate.confidence,
-    )  # a response passes if its score reaches the threshold
+    # a response passes if its score reaches the threshold
+    limits = (config.evaluate.threshold, config.evaluate.confidence)
     summaries = summarize(prompts, ks, *limits)
     evaluation = Evaluation(summaries, rows, answers, reward_section, settings)
     if not config.evaluate.compare:

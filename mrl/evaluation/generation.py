@@ -336,9 +336,8 @@ class RequestDispatcher:
         # Number of responses that all engines together sample at the same time.
         self.capacity = in_flight * len(watcher.pool.engines)
         self._watcher, self._max_requests = watcher, min(MAX_HTTP_REQUESTS, in_flight)
-        self._responses_per_http_request = (
-            in_flight // self._max_requests
-        )  # number of responses that one HTTP request asks for
+        # number of responses that one HTTP request asks for
+        self._responses_per_http_request = in_flight // self._max_requests
 
     def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
         """Send the requests in another thread. Returns one future per HTTP request, with its responses in order."""

@@ -171,9 +171,8 @@ def run_harness(
     config, before = plan.config, set(plan.folder.rglob("results_*.json"))
     # In plan.folder, lm_eval creates a folder with the model's name. So the converted model is beside plan.folder, not in it.
     scratch = plan.folder.with_name(f"harness_{CONVERTED_FOLDER_NAME}")
-    shutil.rmtree(
-        scratch, ignore_errors=True
-    )  # an interrupted evaluation may have left the weights of another checkpoint
+    # an interrupted evaluation may have left the weights of another checkpoint
+    shutil.rmtree(scratch, ignore_errors=True)
     folder = plan.model.prepare_engine_folder(scratch, converting)
     group = engine_group(config, plan.server_args, folder)
     with (

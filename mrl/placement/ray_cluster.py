@@ -33,9 +33,9 @@ from ray._private import (
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
     services,  # private: Ray has no setting for the times that a node and its agents may take to start
 )
-from ray._private.utils import (
-    estimate_available_memory,
-)  # private: Ray compares the object store's size with the result
+
+# private: Ray compares the object store's size with the result
+from ray._private.utils import estimate_available_memory
 from ray._raylet import (  # private, for the same reason
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,

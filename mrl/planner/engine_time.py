@@ -100,9 +100,8 @@ class RolloutTime:
     """Predicts the seconds of a training step from the speeds of the engines and the seconds of the trainers."""
 
     staleness: int  # K: number of training steps that sampling may be ahead of training
-    fixed_decoding_work_s: (
-        float  # EngineSpeeds.fixed_step_s, times the decoding steps until the last response is finished
-    )
+    # EngineSpeeds.fixed_step_s, times the decoding steps until the last response is finished
+    fixed_decoding_work_s: float
     response_work_s: float  # seconds of decoding and prefill that grow with the number of responses of an engine
     throughput_bound_s: float  # seconds of a training step if the engines always run as many responses as possible
 

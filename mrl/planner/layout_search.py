@@ -73,9 +73,8 @@ class TrainerCandidate:
     layout: ReplicaLayout
     replicas: int
     train_s: float  # seconds of training in a step
-    offload_and_load_s: (
-        float  # seconds of offloading and loading models in a step, if trainers share their GPUs with engines
-    )
+    # seconds of offloading and loading models in a step, if trainers share their GPUs with engines
+    offload_and_load_s: float
 
     @property
     def gpus(self) -> int:
@@ -149,9 +148,8 @@ class SearchResult:
     best: list[RunCandidate]
     best_of_each_placement_and_mode: list[RunCandidate]  # the fastest candidate of each pair (placement, mode)
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
-    excluded: Counter[
-        str
-    ]  # reason -> number of layouts and sizes (such as values of cp) that were excluded for this reason
+    # reason -> number of layouts and sizes (such as values of cp) that were excluded for this reason
+    excluded: Counter[str]
 
 
 @dataclass(eq=False)

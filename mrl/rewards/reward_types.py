@@ -138,9 +138,8 @@ class Scores:
     values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
     failed: NDArray[np.bool_]  # [B] whether scoring failed
     parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
-    turn_values: tuple[
-        tuple[float, ...] | None, ...
-    ]  # [B] rewards of a response's assistant turns; None: no such rewards
+    # [B] rewards of a response's assistant turns; None: no such rewards
+    turn_values: tuple[tuple[float, ...] | None, ...]
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Scores":

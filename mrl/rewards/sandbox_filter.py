@@ -53,32 +53,14 @@ _MAP_HUGETLB = 0x40000
 _OPEN_MODES = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
 # Flags of clone with which glibc and musl create a thread. The thread shares memory, open files and signal handlers.
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
-_FCNTL = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    1030,
-    1032,
-    1034,
-)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
+_FCNTL = (0, 1, 2, 3, 4, 1030, 1032, 1034)
 # TCGETS, TCGETS2, TIOCGWINSZ (properties of a terminal), FIONREAD (number of bytes that can be read), FIONBIO, FIONCLEX and
 # FIOCLEX (flags of a descriptor).
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: names of threads and of memory
-_MADVISE = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    8,
-    14,
-    15,
-    102,
-    103,
-)  # hints, DONTNEED, FREE, huge pages, guard pages; not COLD and PAGEOUT, which evict pages of the page cache
+# hints, DONTNEED, FREE, huge pages, guard pages; not COLD and PAGEOUT, which evict pages of the page cache
+_MADVISE = (0, 1, 2, 3, 4, 8, 14, 15, 102, 103)
 
 
 @dataclass(frozen=True)

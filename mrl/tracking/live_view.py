@@ -289,9 +289,8 @@ def _state(
     run.json was written.
     """
     last = events[-1] if events else {}
-    is_new = driver is not None and (started_at or 0) > (
-        last.get("time") or 0
-    )  # the recorded end belongs to an earlier attempt
+    # the recorded end belongs to an earlier attempt
+    is_new = driver is not None and (started_at or 0) > (last.get("time") or 0)
     if last.get("event") == "end" and not is_new:
         return str(last.get("outcome"))
     if any(process.runs_here for process in processes):

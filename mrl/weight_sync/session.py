@@ -131,9 +131,8 @@ class LiveSync:
         self._num_tensors = len({chunk.name for bucket in part.buckets for chunk in bucket.chunks})
         # Name of each matrix that is sent in FP8 with block scales -> its shape
         self._quantized = quantized_shapes(weights.rows, weights.sizes) if part.block_scales else {}
-        self._negative_exp = frozenset(
-            name for row in weights.rows if row.negative_exp_in_engine for name in row.hf
-        )  # names of the tensors of which engines store -exp(x)
+        # names of the tensors of which engines store -exp(x)
+        self._negative_exp = frozenset(name for row in weights.rows if row.negative_exp_in_engine for name in row.hf)
         self._verified_push: str | None = None  # the last push, if every engine has verified it
         self._version = -1
 
@@ -329,9 +328,8 @@ class _SessionOpener:
         with_draft = trains_mtp and bool(info.get("speculative_algorithm"))
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted_channel, port = ControlChannel.host(address, session, timeout_s)
-        self.stack.callback(
-            lambda: hosted_channel
-        )  # holds a reference: the TCP store of the channel ends with this object
+        # holds a reference: the TCP store of the channel ends with this object
+        self.stack.callback(lambda: hosted_channel)
         connection = dict(address=address, port=port, session=session)
         join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
         self.coordinator = Coordinator(

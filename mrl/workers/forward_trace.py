@@ -208,9 +208,8 @@ class ForwardTrace:
             self._record(f"{prefix}attention_norm", _fused_norm(module, args[0]))
             fused = _with_bias(output)
             heads = fused.reshape(len(self._tokens[-1]), groups, -1, d)
-            queries = (heads.size(2) - 2) // (
-                2 if attention.config.attention_output_gate else 1
-            )  # gates follow queries
+            # gates follow queries
+            queries = (heads.size(2) - 2) // (2 if attention.config.attention_output_gate else 1)
             for name, part in (("query", heads[:, :, :queries]), ("key", heads[:, :, -2]), ("value", heads[:, :, -1])):
                 self._record(f"{prefix}{name}", part)
 

@@ -18,10 +18,8 @@ MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs this much for four processes w
 MIN_FREE_MEMORY_BYTES = 2 * GB  # less available memory gives a warning
 WEIGHT_COPIES = 2  # copies of the model weights in the memory of a host without GPUs: one for trainers, one for engines
 FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is probably misconfigured
-MIN_FILES, MIN_FILES_CLUSTER = (
-    1024,
-    4096,
-)  # number of files that a process must be able to open; the second number is for several hosts, and for hosts with GPUs
+# number of files that a process must be able to open; the second number is for several hosts, and for hosts with GPUs
+MIN_FILES, MIN_FILES_CLUSTER = (1024, 4096)
 MIN_PROCESSES = 4096  # processes and threads of a user; each process of Ray, torch and SGLang has dozens of threads
 
 

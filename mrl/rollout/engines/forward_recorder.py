@@ -28,17 +28,10 @@ REQUEST = "request.json"
 """File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
 _CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
-_CONCATENATED += (
-    "gate",
-    "up",
-    "activation",
-)  # at these trace points, each tensor-parallel rank has a slice of the last axis
-_PARTIAL_SUMS = (
-    "attention_output",
-    "mlp_output",
-    "routed_experts",
-    "shared_experts",
-)  # with several ranks, each rank has only a part of the sum, so these trace points are not compared
+# at these trace points, each tensor-parallel rank has a slice of the last axis
+_CONCATENATED += ("gate", "up", "activation")
+# with several ranks, each rank has only a part of the sum, so these trace points are not compared
+_PARTIAL_SUMS = ("attention_output", "mlp_output", "routed_experts", "shared_experts")
 
 
 def recording_args(folder: str | Path) -> dict[str, Any]:

@@ -43,9 +43,8 @@ class EngineServers:
         self.group = group
         self._arguments = dict(group.arguments, model_path=group.model_path, tp_size=group.tp_size)
         self._registry = registry_folder(group.run_dir)
-        unregister_processes(
-            self._registry, f"{group.name}_*"
-        )  # entries that an earlier process left in this run directory
+        # entries that an earlier process left in this run directory
+        unregister_processes(self._registry, f"{group.name}_*")
         self._serial_numbers = itertools.count()  # one for each started server; a replacement gets a new number
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once

@@ -38,10 +38,8 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
-DRAFT_SUFFIXES = (
-    "NextN",
-    "MTP",
-)  # SGLang's class for the MTP layers of a model has the name of the model's class and one of these suffixes
+# SGLang's class for the MTP layers of a model has the name of the model's class and one of these suffixes
+DRAFT_SUFFIXES = ("NextN", "MTP")
 LISTEN_TIMEOUT_S = 30.0  # how long `wait_until_listening` waits for the HTTP server
 # Entry point of mrl's CPU platform for SGLang; setup.py registers it
 PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"
