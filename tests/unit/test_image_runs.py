@@ -143,7 +143,7 @@ def test_settings_with_which_engines_lose_the_tower_or_read_other_pixels_are_ref
     config, actor, _ = plan(inputs, tmp_path, "+sglang.enable_weights_cpu_backup=false")
     check_image_engines(config, actor.arch, frozenset())
     check_image_engines(config, replace(actor.arch, vision=None), shared)
-    with pytest.raises(ValueError, match=r"enable_weights_cpu_backup=false: .* do not send the vision tower"):
+    with pytest.raises(ValueError, match=r"enable_weights_cpu_backup=false: .* does not restore the vision tower"):
         check_image_engines(config, actor.arch, shared)
     config = config_of(inputs, tmp_path, "+sglang.image_processor_backend=torchvision")
     with pytest.raises(ValueError, match=r"image_processor_backend=torchvision: trainers compute pixels with pil"):
