@@ -114,7 +114,7 @@ class _WatchedGroup:
         if self._expected_counts is None and len(self._counts) == len(self.params):
             self._expected_counts = self._counts
         self._counts, self._started = {}, False
-        # Without these counts, the group stays in its state before the first step. In this state, Megatron starts no reduction.
+        # Megatron starts no reduction while these counts are empty, as before the first step.
         self._group.per_param_grad_ready_counts = {}
 
 
@@ -144,8 +144,8 @@ def wrap_ddp(
     bucket at the first call of a module that has a parameter of the bucket. mrl does not use this overlap, for three reasons:
     - The head of the actor reads the weight of the output layer without calling that layer, so it would read stale weights.
     - A replica without a micro-batch calls no module, so it would not take part in the all-gather.
-    - After the last optimizer step of a training step comes the weight sync, or the copy of the weights to the host before the
-      reference model is loaded. Both read all parameters at once, so the all-gather would have no computation to overlap with.
+    - After the last optimizer step of a training step, the weight sync reads all parameters at once, and so does the copy of
+      the weights to the host, which makes room for the reference. So the all-gather would have no computation to overlap with.
     """
     defaults = dict(grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False)
     config = DistributedDataParallelConfig(**defaults | dict(settings or {}), overlap_grad_reduce=overlap)
@@ -261,8 +261,8 @@ def _whole_states(
     """Yield descriptions of empty tensors in host memory, for `load_parameter_state_from_fully_reshardable`.
 
     The order of the tensors is the order in which that function reads them. Megatron 0.19 has its own function for these
-    descriptions, but with several buckets, it warns of damaged data: it slices a buffer without padding between buckets, and
-    the offsets of the slices include the padding.
+    descriptions, but with several buckets, it wrongly warns of damaged data: its offsets count the padding between buckets,
+    and the buffer that it slices has no padding.
     """
     for buffer in part.buffers:
         for param in buffer.param_index_map:
@@ -352,7 +352,7 @@ def _sharded_states(
 ) -> Iterator[tuple[str, ShardedTensorOrFactory]]:
     """Yield (name, sharded tensor) for the optimizer state that this rank writes.
 
-    The names are unique, and only this rank uses them. The keys in the file are not unique, because stacked layers share a key.
+    The names are the keys of this rank's dict. The keys in the checkpoint (ShardedTensor.key) may be shared by stacked layers.
     """
     group = part.data_parallel_group
     for number, (param, shards) in enumerate(_param_shards(part)):

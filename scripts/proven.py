@@ -41,11 +41,11 @@ This page is generated: `python scripts/proven.py` writes it from `scripts/prove
 |---|---|
 | CPU | They run on a CPU: torch's modules, gloo, the real engine. CI runs `make test`; `make test-all` runs more tests. |
 | TE stand-in | They run Transformer Engine's Python, with plain torch functions in place of its compiled extension. |
-| simulated GPUs or nodes | They take branches of GPUs or use several nodes, with replacements for CUDA, kernels, GPUs or nodes. |
+| simulated GPUs or nodes | They run code that needs GPUs or several nodes, with stand-ins for CUDA, kernels, GPUs or nodes. |
 | one GPU, several GPUs | They run with `pytest -m gpu` on a machine with GPUs. `make test-all` runs the same programs on a CPU. |
 
 "no test" means that no test of this kind covers the feature. "by hand" stands for `pytest -m slurm` and other runs that no `make`
-target contains. The column of a test does not depend on the sizes that it tests: the files say which sizes these are. No column
+target contains. The table does not say how large the tested models and layouts are; the test files do. No column
 says anything about speed.
 """
 

@@ -1,6 +1,6 @@
 """Changes one config field at a time, and finds which fields decide whether a model has optional tensors.
 
-A variant is a tiny model in which one field has another value. The probes (models/derive/probes.py), which find what each tensor
+A variant is the tiny model with another value of one field. The probes (models/derive/probes.py), which find what each tensor
 does, run on the unchanged tiny model and on each variant. An optional part, such as the biases of queries, keys and values,
 depends on a field in two cases: the variants with the part are exactly those in which the field is true, or exactly those in
 which the field is false.
@@ -40,12 +40,12 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """The structure of a tiny model in which one field has another value."""
+    """The structure of the tiny model, unchanged or with another value of one field."""
 
     fields: dict[str, Any]  # all fields of the config
     changed_field: str | None  # name of the changed field; None: no field is changed
     structure: Structure
-    changes_outputs: bool = True  # whether the names of the tensors or the logits differ from those without the change
+    changes_outputs: bool = True  # whether logits or tensor names differ from those of the unchanged model
 
     @property
     def problems(self) -> list[str]:
@@ -115,7 +115,7 @@ def make_variants(fields: dict[str, Any]) -> list[Variant]:
 def condition_of(part: str, variants: list[Variant]) -> Condition | None:
     """Return the condition under which the part is present. None: no single field decides this.
 
-    Variants with problems are ignored.
+    Variants with problems are ignored, except the unchanged model, which is the first.
     """
     kind, slot = PARTS[part]
     runs = [

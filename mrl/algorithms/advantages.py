@@ -3,7 +3,8 @@
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
 Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal. There are two exceptions: GDPO
-compares each part of the reward instead of the whole reward. OptimalTokenBaseline with `zero_tail` has no such rule.
+compares each part of the reward instead of the whole reward. OptimalTokenBaseline compares rewards to go, token by token, and
+with `zero_tail` also has advantages for a response that is alone in its group.
 docs/concepts/algorithms.md lists the papers. mrl.core.types explains the letters B and R.
 """
 
@@ -348,9 +349,9 @@ class OptimalTokenBaseline:
     """Reward to go minus a token baseline, which minimizes the variance of the gradient (OTB, Li et al. 2026).
 
     The advantage of token t of response i is G[i, t] - B[t]. G[i, t] is the sum of the rewards from this token to the end. B[t]
-    is the weighted mean of G[., t] over the responses of the group that have a token t, with the weights W[., t]. W[i, t] is a
-    sum over the tokens of response i up to t. The term of a token is 1 - 2 pi + q, where pi is the old probability of the
-    token, and q is the sum of the squared old probabilities of all tokens of the vocabulary. This term is the squared norm
+    is the weighted mean of G[., t] over the responses of the group that have a token t, with the weights W[., t]. W[i, t] is the
+    sum of 1 - 2 pi + q over the tokens of response i up to t, where pi is the old probability of a token, and q is the sum of
+    the squared old probabilities of all tokens of the vocabulary. 1 - 2 pi + q is the squared norm
     of the gradient of log pi with respect to the logits.
 
     The index t counts only sampled tokens. So this class equals verl's `tir_optimal_token_baseline` for responses of several
@@ -381,7 +382,7 @@ class OptimalTokenBaseline:
 
     @property
     def required_inputs(self) -> frozenset[str]:
-        """Names of two columns of the old policy and, with `correction`, of the column with the engine's log-probabilities."""
+        """old_logprobs and sum_pi_squared; with `correction`, also rollout_logprobs."""
         of_correction = {"rollout_logprobs"} if self.correction else set[str]()
         return frozenset({"old_logprobs", "sum_pi_squared"} | of_correction)
 

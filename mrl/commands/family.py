@@ -24,15 +24,16 @@ Proposes a model family for mrl from a config of transformers, and proves it. MO
 The command reads no weights and needs no GPU and no network.
 
 It shrinks the config, builds a random model, and finds by experiments what each tensor does. Then it writes a draft, and
-compares Megatron's model with transformers on the tiny model and on its variants: every tensor byte for byte after a conversion
-to Megatron and back, the logits, and the gradient of every tensor.
+compares Megatron with transformers, on this tiny model and on models with another value of one config field: every tensor byte
+for byte after a conversion to Megatron and back, the logits, and the gradient of every tensor. For the whole config, it compares
+the numbers of parameters.
 
 For each operator or config field that the command does not know, it prints a line with the name. The exit status is 0 if the
 family is proven, 1 if it is not, and 2 for a wrong argument, an unreadable model or an existing FILE. Without --draft, only a
 proven family is written to FILE.
 
   --output FILE  file for the family. Default: ./ARCHITECTURE.py, such as ./llama.py for LlamaForCausalLM.
-  --draft        writes the file also if the family is not proven. The first lines of the file name what is missing.
+  --draft        writes the file also if the family is not proven. Comments at the top of the file say what is missing.
   --layouts      also compares a training step under parallel.tp=2 and under parallel.pp=2 with the step in one process
 
 Examples:

@@ -54,7 +54,7 @@ class OffloadableEngines(Protocol):
         ...
 
     def resync(self) -> None:
-        """Push the current weight version to the engines inside `MemoryScheduler.during_push`, which loads the engines."""
+        """Load the engines, and push the current weight version to them, inside `MemoryScheduler.during_push`."""
         ...
 
 

@@ -96,7 +96,7 @@ def prepare(
 
     Raises:
         ValueError: the recipe does not exist, or rows cannot be used. In both cases, no file is written. If rows cannot be
-            used, the message contains their number, and for the first of them the file, row, column and reason.
+            used, the message says how many, and gives file, row, column and reason of the first five.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -136,7 +136,7 @@ def make_tiny_image_model(
     """
     if kind not in TINY_IMAGE_MODELS:
         raise ValueError(f"no tiny image model of kind {kind!r}; choose from {', '.join(TINY_IMAGE_MODELS)}.")
-    with quick_imports():  # takes seconds
+    with quick_imports():  # these imports take seconds
         import torch
         import transformers
         from transformers.utils import logging

@@ -12,7 +12,7 @@ from mrl.rewards.reward_types import CombinedReward, Response, Reward, Score
 ATTRIBUTES = {"source": "data_source", "ability": "ability", "style": "style"}
 """Key of a route in the config -> attribute of a response, which is compared with the patterns of this key."""
 WHOLE_REWARD_PART = "reward"
-"""The only key of Score.gdpo_parts if the inner reward is no weighted sum. GDPO also uses it for a reward without parts."""
+"""Name of the single GDPO part (Score.gdpo_parts) of a reward that is no weighted sum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Route:
         patterns = {key: _patterns(node[key], f"rewards.{name}.{key}") for key in ATTRIBUTES if key in node}
         if not patterns:
             raise ValueError(
-                f"rewards.{name}: give patterns under {', '.join(ATTRIBUTES)}; the reward of all other responses is `default`."
+                f"rewards.{name}: give patterns under {', '.join(ATTRIBUTES)}. `default` is the reward of all responses that no "
+                "pattern matches."
             )
         return cls(name, f"rewards.{name}.reward", reward, patterns)
 

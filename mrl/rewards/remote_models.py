@@ -60,7 +60,7 @@ class HttpService:
     concurrency: int = 32  # largest number of concurrent calls to the service
     timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call to `url`; calls to a `role` are repeated until `deadline_s`
-    # Time limit (s) of one call of the reward, for all its responses. Calls to the service that are unfinished then fail.
+    # Time limit (s) of one call of the reward, for all its responses. Calls to the service that have not finished by then fail.
     deadline_s: float = 240.0
     api_key_env: str | None = None  # name of an environment variable, whose value is sent as Bearer token
 

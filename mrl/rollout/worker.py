@@ -83,8 +83,8 @@ from parallel import spans
 class RolloutWorker:
     """Samples responses from its engines, scores them, and puts token blocks into Ray's object store.
 
-    In each step, the driver calls three methods. The driver repeats `sample` until the result is 0. Then `collect` returns the
-    step's responses, and `estimate` computes their advantages.
+    To get the data of a step, the driver calls three methods. It repeats `sample` until the result is 0. Then `collect` returns
+    the step's responses, and `estimate` computes their advantages.
     """
 
     def __init__(self, spec: RolloutSpec) -> None:
@@ -151,7 +151,7 @@ class RolloutWorker:
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:
-        """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces these engines."""
+        """Return URL -> reason of failure, for the engines that failed since the last call. See `replace_engines`."""
         return self.engines.take_failed()
 
     def offload_served(self, name: str) -> None:

@@ -260,8 +260,8 @@ def _rollout_sentences(timelines: Sequence[ProcessTimeline], phases: Sequence[Sp
         tail_s = sum(_tail_seconds(requests, interval) for interval in intervals)
         tokens = sum(span.args.get("tokens", 0) for span in requests)
         found.append(
-            f"In all, requests sampled {tokens:,} tokens. The tail of the rollout, after half of a step's requests have "
-            f"ended, takes {percent(tail_s / total)} of the rollout."
+            f"In all, requests sampled {tokens:,} tokens. The tail of the rollout, in which the slower half of a step's "
+            f"requests ends, takes {percent(tail_s / total)} of the rollout."
         )
     rewards = [(span.start, span.end) for timeline in timelines for span in timeline.of_kind("reward")]
     if rewards:

@@ -131,7 +131,8 @@ class RelaySender(BucketSender):
     def send_all(self, push_name: str, read: ReadTensor, full: bool) -> SendStats:
         """Process every step. `full` must be true, because an engine that shares its GPU does not keep the last weights."""
         assert full and not self.delta, "engines that share their GPUs receive all weights, not differences"
-        # Every rank must take part in the first operation of an NCCL group. item() waits until all ranks have left the last push.
+        # The first operation of an NCCL group needs every rank. And item() waits until all ranks have left the last push, so that
+        # no rank still reads the headers that are deleted next.
         dist.all_reduce(ranks := torch.ones(1, device=self.send_endpoint.transfer_buffers[0].device))
         assert int(ranks.item()) == dist.get_world_size(), "every trainer rank takes part in a push"
         self.channel.delete(self._chain_headers)
@@ -242,7 +243,7 @@ def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
     `new` and `old` are uint8 [nbytes] on a CPU: the bytes of the bucket in this push and in the last push. Returns None if the
     compressed form is not smaller than the bucket.
     """
-    # A plane has the bytes of one significance. The first plane has the first bytes of all elements, and so on.
+    # A plane has the bytes of one significance. The first plane of a chunk has the first bytes of all its elements, and so on.
     planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(planes.numpy()))
     return packed if len(packed) < new.numel() else None

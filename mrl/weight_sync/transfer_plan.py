@@ -313,7 +313,8 @@ def choose_transport(
         raise ValueError(
             f"weight_sync.transport={transport}: {num_shared} of {len(receivers)} engine ranks share their GPUs with ranks of "
             f"the actor, and the others do not. Use at most {len(senders)} engine ranks (rollout.num_engines x "
-            "rollout.engine_tp), as many as the actor has, or placement=disaggregated, or weight_sync.transport=disk."
+            f"rollout.engine_tp), because the actor has {len(senders)} ranks; or set placement=disaggregated, or "
+            "weight_sync.transport=disk."
         )
     if transport is Transport.auto:
         needs_group = on_gpus or num_hosts > 1
@@ -351,10 +352,10 @@ class RelayStep:
     gets the bytes from the previous rank, passes them on, and keeps them in a transfer buffer for the engine rank on its GPU.
     """
 
-    # The bucket as the engine rank on this GPU sees it: this trainer rank is the sender, `index` counts the steps of this rank,
-    # and the only receiver is this engine rank. There is no receiver if no engine rank on this GPU needs the bucket.
+    # Copy of the bucket for the engine rank on the same GPU: its sender is this trainer rank, its index is the number of this
+    # step, and its only receiver is that engine rank. It has no receiver if that engine rank does not need the bucket.
     bucket: Bucket
-    chain: str  # Bucket.key of the bucket in the transfer plan
+    chain: str  # name of the chain: Bucket.key of the bucket in the transfer plan
     previous: int | None  # trainer rank from which this rank receives the bytes; None: this rank has the weights
     next: int | None  # trainer rank to which this rank sends the bytes; None: this rank is the last of the chain
 

@@ -188,7 +188,7 @@ def test_the_rollout_sentences_give_the_work_of_engines_and_the_tail_of_requests
     worker.spans += [Span("request", "request", 50.0, 1.0, 1, {"tokens": 99}), Span("score", "reward", 105.0, 1.5, 1)]
     found = text(driver(10.0, 3.0, 1.0), engine, worker)
     assert "The phase rollout takes the most time: the engines compute during 30% of the rollout." in found
-    tail = "The tail of the rollout, after half of a step's requests have ended, takes 30% of the rollout."
+    tail = "The tail of the rollout, in which the slower half of a step's requests ends, takes 30% of the rollout."
     assert f"In all, requests sampled 1,000 tokens. {tail}" in found
     assert "Rewards are computed during 15% of the rollout." in found
 
