@@ -19,15 +19,29 @@ _object_group: ProcessGroup | None = None  # set by init_process_group
 _gloo_devices: dict[int, Any] = {}  # process id -> devices of all its gloo groups; a forked process needs new ones
 
 
-def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """Serve a key-value store from this process, on `address` only. (torch's constructor would listen on all addresses.)
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on `address` only. If `port` is 0, it has a free port.
 
-    If `port` is 0, the store uses a free port, and `store.port` is that port. If `world_size` is given, the call waits
-    until `world_size` processes have joined, including this one. Raises OSError if this machine does not have the address,
-    or if the port is in use.
+    Raises OSError if this machine does not have the address, or if the port is in use.
     """
     ((family, *_), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    with socket.create_server((address, port), family=family, backlog=2048) as listener:
+    return socket.create_server((address, port), family=family, backlog=2048)
+
+
+def open_tcp_store(
+    address: str,
+    port: int,
+    timeout: timedelta,
+    world_size: int | None = None,
+    listener: socket.socket | None = None,
+) -> TCPStore:
+    """Serve a key-value store from this process, on `address` only. (torch's constructor would listen on all addresses.)
+
+    If `port` is 0, the store uses a free port, and `store.port` is that port. `listener`: result of `listen` for this address;
+    the store closes it. If `world_size` is given, the call waits until `world_size` processes have joined, including this one.
+    Raises the errors of `listen`.
+    """
+    with listener or listen(address, port) as listener:
         bound = listener.getsockname()[1]
         return TCPStore(
             address,
@@ -40,16 +54,19 @@ def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int 
         )
 
 
-def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
+def init_process_group(
+    rank: int, world_size: int, address: str, port: int, timeout_s: float, listener: socket.socket | None = None
+) -> None:
     """Join the trainer's default process group and its object group. Rank 0 serves the rendezvous store, on `address` only.
 
-    Raises an error of torch.distributed if a rank does not join within `timeout_s` seconds.
+    `listener`: on rank 0, a socket that already listens on this address and port, see `open_tcp_store`. Raises an error of
+    torch.distributed if a rank does not join within `timeout_s` seconds.
     """
     global _object_group
     share_gloo_devices()
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        store = open_tcp_store(address, port, timeout, world_size)
+        store = open_tcp_store(address, port, timeout, world_size, listener)
     else:
         store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)

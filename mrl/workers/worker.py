@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -109,6 +108,7 @@ class TrainWorker:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims, self.role, self.run_dir = rank, dims, model or "actor", Path(run_dir)
         self._sync: Any = None  # LiveSync, DiskSync or AdapterSync; None: no weight sync session is open
+        self._listener: Any = None  # on rank 0: the socket of `rendezvous_address`, which keeps the port until `setup`
         self.model: Any = None  # MegatronActor, MegatronCritic or MegatronRewardModel, which `setup` builds
         title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
         forward_warnings(title, run_dir)
@@ -123,10 +123,11 @@ class TrainWorker:
         self._profiler = StepProfiler(self.run_dir / "profile", f"{self.role}-rank{rank}")
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Return the address of this node and a port that is free now. Rank 0 will wait there for the other ranks."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Listen on a free port of this node, and return address and port. In `setup`, rank 0 waits there for the other ranks."""
+        from parallel.collectives import listen  # imports torch
+
+        self._listener = listen(address := ray.util.get_node_ip_address(), 0)
+        return address, self._listener.getsockname()[1]
 
     def setup(
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, head: str = "vocabulary"
@@ -136,7 +137,7 @@ class TrainWorker:
         with quick_imports():  # imports Megatron, which must follow patch_megatron_for_cpu (see __init__)
             from mrl.workers.actor_critic import MegatronActor, MegatronCritic, MegatronRewardModel
             from parallel import collectives, groups
-        collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
+        collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s, self._listener)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
         models = dict(vocabulary=MegatronActor, value=MegatronCritic, score=MegatronRewardModel)
@@ -186,10 +187,9 @@ class TrainWorker:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release the device memory of the model. If `keep_weights` is true, the weights stay. Returns the bytes still occupied.
+        """Release the device memory of the model, except that of the weights with `keep_weights`. Returns the bytes still occupied.
 
-        Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
-        asynchronously is not affected. With `keep_weights`, the weights are loaded afterwards.
+        Until `load_to_device()`, methods that need the released memory raise RuntimeError. An asynchronous checkpoint continues.
         """
         with track_activity("offloading the model"), span("offload"):
             return self.model.offload(keep_weights)

@@ -3,14 +3,17 @@
 import os
 import pickle
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from mrl.weight_sync.control_channel import ControlChannel
 from mrl.weight_sync.engine_control import PeerError
-from parallel.collectives import open_tcp_store
+from parallel.collectives import listen, open_tcp_store
 
 
 def reaches(address: str, port: int) -> bool:
@@ -42,6 +45,21 @@ class Malicious:
 def channels():
     hosted, port = ControlChannel.host("127.0.0.1", "session", 5.0)
     return hosted, ControlChannel.join("127.0.0.1", port, "session", 5.0)
+
+
+def test_no_other_process_can_take_the_port_of_a_listener_before_its_store_opens():
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with pytest.raises(OSError, match="Address already in use"):
+        open_tcp_store("127.0.0.1", port, timedelta(seconds=5))
+    # a client may connect before the store serves requests
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(TCPStore, "127.0.0.1", port, None, False, timedelta(seconds=20))
+        time.sleep(0.5)
+        store = open_tcp_store("127.0.0.1", port, timedelta(seconds=5), listener=listener)
+        assert store.port == port
+        store.set("key", "value")
+        assert joined.result().get("key") == b"value"
 
 
 def test_a_value_put_at_one_end_is_read_at_the_other(channels):
