@@ -312,9 +312,8 @@ def choose_transport(
     if 0 < num_shared < len(receivers):
         raise ValueError(
             f"weight_sync.transport={transport}: {num_shared} of {len(receivers)} engine ranks share their GPUs with ranks of "
-            f"the actor, and the others do not. Use at most {len(senders)} engine ranks (rollout.num_engines x "
-            f"rollout.engine_tp), because the actor has {len(senders)} ranks; or set placement=disaggregated, or "
-            "weight_sync.transport=disk."
+            f"the actor, and the others do not. Use at most {len(senders)} engine ranks (rollout.num_engines x engine_tp), "
+            "the number of the actor's ranks; or set placement=disaggregated or weight_sync.transport=disk."
         )
     if transport is Transport.auto:
         needs_group = on_gpus or num_hosts > 1

@@ -187,7 +187,7 @@ class TrainWorker:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release the device memory of the model, except that of the weights with `keep_weights`. Returns the bytes still occupied.
+        """Release the device memory of the model, but not of its weights if `keep_weights`. Returns the bytes still occupied.
 
         Until `load_to_device()`, methods that need the released memory raise RuntimeError. An asynchronous checkpoint continues.
         """
