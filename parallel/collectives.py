@@ -28,24 +28,17 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=2048)
 
 
-def open_tcp_store(
-    address: str,
-    port: int,
-    timeout: timedelta,
-    world_size: int | None = None,
-    listener: socket.socket | None = None,
-) -> TCPStore:
-    """Serve a key-value store from this process, on `address` only. (torch's constructor would listen on all addresses.)
+def open_tcp_store(listener: socket.socket, timeout: timedelta, world_size: int | None = None) -> TCPStore:
+    """Serve a key-value store from this process, on the address of `listener` only. (torch's constructor would listen on all.)
 
-    If `port` is 0, the store uses a free port, and `store.port` is that port. `listener`: result of `listen` for this address;
-    the store closes it. If `world_size` is given, the call waits until `world_size` processes have joined, including this one.
-    Raises the errors of `listen`.
+    `listener`: result of `listen`; the store closes it. If `world_size` is given, the call waits until `world_size` processes
+    have joined, including this one.
     """
-    with listener or listen(address, port) as listener:
-        bound = listener.getsockname()[1]
+    with listener:
+        address, port, *_ = listener.getsockname()
         return TCPStore(
             address,
-            bound,
+            port,
             world_size,
             is_master=True,
             timeout=timeout,
@@ -59,14 +52,14 @@ def init_process_group(
 ) -> None:
     """Join the trainer's default process group and its object group. Rank 0 serves the rendezvous store, on `address` only.
 
-    `listener`: on rank 0, a socket that already listens on this address and port, see `open_tcp_store`. Raises an error of
+    `listener`: on rank 0, a result of `listen` for this address and port; None: rank 0 listens now. Raises an error of
     torch.distributed if a rank does not join within `timeout_s` seconds.
     """
     global _object_group
     share_gloo_devices()
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        store = open_tcp_store(address, port, timeout, world_size, listener)
+        store = open_tcp_store(listener or listen(address, port), timeout, world_size)
     else:
         store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -51,7 +51,7 @@ class RecurrentShape:
     is_mamba: bool = False
 
     @property
-    def recurrence_macs(self) -> int:
+    def macs(self) -> int:
         """Number of multiply-adds of one token in the recurrence of a layer; see models.multiply_adds.recurrent_multiply_adds."""
         return (2 if self.is_mamba else 3) * self.value_heads * self.value_dim * self.key_dim
 
@@ -362,7 +362,7 @@ class ModelShape:
     def token_macs(self) -> int:
         """Number of multiply-adds of one token in all weight matrices and recurrences, without those of `attention_macs`."""
         experts = sum(self.moe) * self.topk * self.parameters_per_expert
-        recurrences = self.num_recurrent_layers * self.recurrence.recurrence_macs if self.recurrence else 0
+        recurrences = self.num_recurrent_layers * self.recurrence.macs if self.recurrence else 0
         return sum(self._weights_of_kind[kind] for kind in self.kinds) + experts + recurrences + self.output_macs
 
     @cached_property

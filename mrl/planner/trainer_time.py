@@ -151,9 +151,7 @@ class TrainerTime:
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
         # fractions of the layers that have attention, and that are recurrent
         attention, recurrent = (n / shape.num_layers for n in (shape.num_attention_layers, shape.num_recurrent_layers))
-        rule, gathered = (
-            (shape.recurrence.recurrence_macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
-        )
+        rule, gathered = (shape.recurrence.macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
         width = attention * shape.gathered_kv_width + recurrent * gathered
         keys_values = tokens * width / tp * WEIGHT_BYTES * (cp - 1) / cp
         expert_s = np.maximum(

@@ -110,9 +110,9 @@ def _products_without_one_contender(
     """Yield `(size, product)` for each size in `sizes`: `ways_ym` times the polynomials of all contenders but one of this size.
 
     A contender is an answer that can get `votes` votes. The omitted contender is the answer whose ways to win are counted. For
-    the polynomial of a contender, see _multiply_by_contenders. `ways_ym` has a row for each
-    node of y and a column for each number m of drawn responses. `contenders` are pairs (size, count of contenders of this size).
-    The list is halved recursively: the product of one half is computed once, for all contenders that the other half omits.
+    the polynomial of a contender, see _multiply_by_contenders. `ways_ym` has a row for each node of y and a column for each
+    number m of drawn responses. `contenders` are pairs (size, count of contenders of this size). The list is halved
+    recursively: the product of one half is computed once, for all contenders that the other half omits.
     """
     if not any(size in sizes for size, _ in contenders):
         return

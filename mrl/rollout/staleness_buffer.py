@@ -166,7 +166,9 @@ class StalenessBuffer[T]:
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
-            return None  # the loop below would return None too, but this method runs after every group and must be fast
+            return (
+                None  # the step must wait for this request. Checked first, because this method runs after every group
+            )
         chosen: dict[int, None] = {}
         for d in range(0 if self.extra_groups else self.staleness):
             # Requests whose `min_weight_version` is at most `version` are too old for the steps after `step + d`.

@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from mrl.config.secrets import engine_key
 from mrl.weight_sync.engine_control import PeerError
-from parallel.collectives import open_tcp_store
+from parallel.collectives import listen, open_tcp_store
 
 POLL_S = 0.5  # seconds; a rank that waits for another rank checks at this interval whether the other rank has failed
 SIGNATURE_BYTES = 32  # length of an HMAC-SHA-256
@@ -107,7 +107,7 @@ class ControlChannel:
     @classmethod
     def host(cls, address: str, session: str, timeout_s: float) -> tuple[ControlChannel, int]:
         """Open the store in this process on a free port, and return the channel and the port."""
-        store = open_tcp_store(address, 0, timedelta(seconds=timeout_s))
+        store = open_tcp_store(listen(address, 0), timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s), store.port
 
     @classmethod

@@ -22,7 +22,7 @@ def reaches(address: str, port: int) -> bool:
 
 
 def test_a_store_listens_on_its_own_address_only():
-    store = open_tcp_store("127.0.0.1", 0, timedelta(seconds=5))
+    store = open_tcp_store(listen("127.0.0.1", 0), timedelta(seconds=5))
     assert reaches("127.0.0.1", store.port) and not reaches("127.0.0.2", store.port)
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -30,7 +30,7 @@ def test_a_store_listens_on_its_own_address_only():
 
 def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        open_tcp_store("127.0.0.1", taken.getsockname()[1], timedelta(seconds=5))
+        listen("127.0.0.1", taken.getsockname()[1])
 
 
 class Malicious:
@@ -51,12 +51,12 @@ def test_no_other_process_can_take_the_port_of_a_listener_before_its_store_opens
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     with pytest.raises(OSError, match="Address already in use"):
-        open_tcp_store("127.0.0.1", port, timedelta(seconds=5))
+        listen("127.0.0.1", port)
     # a client may connect before the store serves requests
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(TCPStore, "127.0.0.1", port, None, False, timedelta(seconds=20))
         time.sleep(0.5)
-        store = open_tcp_store("127.0.0.1", port, timedelta(seconds=5), listener=listener)
+        store = open_tcp_store(listener, timedelta(seconds=5))
         assert store.port == port
         store.set("key", "value")
         assert joined.result().get("key") == b"value"

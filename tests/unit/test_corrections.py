@@ -30,7 +30,7 @@ from mrl.algorithms.objective import EntropyBonus, Objective
 
 def read_text(text):
     """Return an equal string that is another object, like the values that are read from a config file."""
-    return "".join(list(text))
+    return "".join(text)
 
 
 def reference(case, level, mode, low, high, veto=None, numerator="old"):

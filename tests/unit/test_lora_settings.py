@@ -262,10 +262,8 @@ def test_a_peft_folder_is_accepted_and_each_difference_is_named(models, peft):
         check_peft(replace(lora, rank=3), family, arch)
     with pytest.raises(ValueError, match=r"lora.alpha=8: .* lora_alpha=4"):
         check_peft(replace(lora, alpha=8), family, arch)
-    with pytest.raises(
-        ValueError,
-        match=r"do not fit; the first, .*, belongs to a matrix that lora.targets does not",
-    ):
+    unknown = "belongs to a matrix that lora.targets does not name; set lora.targets to the matrices of these adapters"
+    with pytest.raises(ValueError, match=f"do not fit; the first, .*, {unknown}"):
         check_peft(replace(lora, targets=["q_proj"]), family, arch)
     fields = json.loads((peft / "adapter_config.json").read_text())
     for changed, message in (
