@@ -1,8 +1,8 @@
 """Dataclasses that describe models: Architecture, Family and ModelSpec.
 
 An Architecture is the content of one Hugging Face config, translated to Megatron's fields. A Family says how the
-configs and weights of one Hugging Face architecture are converted. A ModelSpec has all settings from which a worker
-group builds a model. This module does not import Megatron, so the driver can use it.
+configs and weights of one Hugging Face architecture are converted. A ModelSpec has settings from which a worker group
+builds a model. This module does not import Megatron, so the driver can use it.
 """
 
 import json
@@ -42,7 +42,7 @@ Block = Literal["attention", "recurrent", "dense", "moe"]
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The vision tower of an image model, which is a module of transformers, and how the language model uses its outputs."""
+    """The vision tower of an image model (a module of transformers), and how the language model uses the tower's outputs."""
 
     model_type: str  # model type of the tower's config in transformers
     config: dict[str, Any]  # fields of the tower's config
@@ -79,7 +79,7 @@ class Architecture:
     # For each layer: whether it has an indexer. A layer without an indexer uses the keys that the nearest earlier indexer has
     # chosen. Empty: attention is not sparse.
     indexer_layers: tuple[bool, ...] = ()
-    # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    # whether the rotary embedding rotates the pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
     interleaved_rope: bool = False
     query_scaling: QueryScaling | None = None  # factors of the queries, which depend on the position; None: all are 1
     is_reward_model: bool = False  # the checkpoint has a score head in place of an output layer
@@ -225,9 +225,10 @@ class Architecture:
 
         Matrix products count, and in recurrent layers also the convolution and the recurrence. Products of routers do not count.
         MTP layers count if they are trained. In layers with a sliding window, every token counts as if it attended to a whole
-        window. For sequences that are not much longer than the window, this is an upper bound. In sparse attention, the products
-        with all keys count, because trainers compute all of them, and the products of the indexer count, too. `num_outputs`:
-        number of values that the output head computes for each token; None: one logit for each token of the vocabulary.
+        window. So the result is an upper bound, and is close to the true number for sequences that are much longer than the
+        window. In sparse attention, the products with all keys count, because trainers compute all of them, and the products of
+        the indexer count, too. `num_outputs`: number of values that the output head computes for each token; None: one logit for
+        each token of the vocabulary.
         """
         t = self.transformer
         width = t["hidden_size"]
@@ -443,7 +444,10 @@ class Family:
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that a checkpoint of this model must contain, by Hugging Face name."""
+        """Return Hugging Face name -> shape for all tensors in the rows of `param_mappings`.
+
+        A folder may stack the tensors of experts under other names (models/conversion/expert_stacks.py).
+        """
         return {name: shape for row in self.param_mappings(arch) for name, shape in row.hf_shapes(arch.sizes).items()}
 
 

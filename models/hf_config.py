@@ -121,9 +121,10 @@ class HFConfig:
         return replace(self, defaults=defaults, read_fields=set())
 
     def nested(self, name: str, defaults: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> "HFConfig":
-        """Return the config in the field `name`, with no field marked as read. `fields`: its fields (None: those of the file).
+        """Return the config in the field `name`, with no field marked as read.
 
-        Raises ValueError if the field is missing or is not an object.
+        `fields`: fields of the returned config; None: those in the file. Raises ValueError if the field `name` is missing or is
+        not an object.
         """
         own = self[name] if fields is None else fields
         if not isinstance(own, Mapping):
@@ -147,7 +148,7 @@ class HFConfig:
 
     @property
     def family_architecture(self) -> str:
-        """Architecture of the registered family: XForCausalLM, even if the config has XForSequenceClassification."""
+        """Name under which the family is registered: for XForSequenceClassification, the name XForCausalLM."""
         return _TEXT_CLASSIFIERS.get(self.architecture) or self.architecture.replace(_CLASSIFIER, _LANGUAGE_MODEL)
 
     def as_reward_model(self) -> "HFConfig":

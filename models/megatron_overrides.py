@@ -131,10 +131,10 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
 
 
 def check_fp8_recipe(overrides: Mapping[str, Any]) -> None:
-    """Raise ValueError if FP8 would use a recipe that does not work when ranks have different numbers of micro-batches.
+    """Raise ValueError if FP8 would use a recipe that is not in FP8_RECIPES.
 
     With the recipe `delayed`, which is Megatron's default, Transformer Engine reduces the largest absolute values (amax) over
-    ranks in each forward and backward pass. If a rank has fewer passes than another rank, the other rank waits forever.
+    ranks in each forward and backward pass. If a rank has fewer micro-batches than another rank, the other rank waits forever.
     """
     recipe = overrides.get("fp8_recipe")
     if not overrides.get("fp8") or recipe in FP8_RECIPES:
@@ -156,7 +156,7 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
 
     There are seven reasons: TransformerConfig does not have the field, mrl derives the field (`derived`), the field needs packs
     of a fixed size, the field needs padded packs (`fp4`), the field changes the dtype of the stored weights, the field needs a
-    library that cannot be used, or FP8 has a recipe that does not work.
+    library that cannot be used, or FP8 has a recipe that is not in FP8_RECIPES.
     """
     check_fp8_recipe(overrides)
     known = transformer_config_fields()

@@ -369,7 +369,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage.
 
-    The weights are uninitialized, except those of a ValueHead.
+    The caller must load the weights, except those of a ValueHead.
 
     With `share_prompts`, the model uses PackedAttention, and responses in a pack may share a prompt (parallel.packing.Segment).
     `head="value"` and `head="score"` replace the output layer with a ValueHead. `overrides` are fields of Megatron's

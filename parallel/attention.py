@@ -243,7 +243,7 @@ def _varlen_kernel_pair() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class VarlenCall(NamedTuple):
-    """Arguments of torch's flash-attention kernels for sequences of variable length, except query, key, value and sinks."""
+    """Arguments of torch's flash-attention kernels for sequences of variable length, except query, key and value."""
 
     chunks: ChunkBounds
     scale: float
@@ -258,10 +258,10 @@ class VarlenCall(NamedTuple):
 class AttendVarlenWithSinks(torch.autograd.Function):
     """Attention with sinks over chunks of different lengths, with torch's flash-attention kernels on a GPU.
 
-    The kernels do not support sinks. The forward kernel also returns the logarithm of the denominator without the sink, so the
-    output is corrected afterwards. The backward kernel recomputes all weights from the logits and from this logarithm, and it
-    needs sum(gradient * output) over the channels. If it gets the corrected logarithm and the corrected output, its gradients
-    are those of attention with sinks.
+    The kernels do not support sinks. The forward kernel also returns the logarithm of the denominator without the sink. With this
+    logarithm, the output is corrected afterwards. The backward kernel recomputes all weights from the logits and from this
+    logarithm, and it needs sum(gradient * output) over the channels. If it gets the corrected logarithm and the corrected output,
+    its gradients are those of attention with sinks.
     """
 
     @staticmethod

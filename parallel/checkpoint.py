@@ -46,7 +46,8 @@ _NUM_STEPS_KEY = "optimizer_steps"  # a checkpoint stores under this key how man
 _OPTIMIZER_PREFIX = "optimizer.state."  # in a checkpoint, every key of optimizer state starts with this prefix
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's layers store FP8 statistics and recipes; their keys contain this
 _TRACKER_PREFIX = "tracked."  # in an RNG file, the name of each state of Megatron's RNG tracker starts with this prefix
-_MAX_VOCAB_PADDING = 1024  # a stored vocabulary may have more rows than the model's, but fewer than this many more
+# A stored vocabulary may have more rows than the vocabulary of the model. The difference must be smaller than this number.
+_MAX_VOCAB_PADDING = 1024
 
 
 def begin_save(
@@ -215,7 +216,7 @@ def _describe_mismatch(part: ShardedBase, stored: dict) -> str | None:
 
 
 def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -> bool:
-    """Whether the two shapes differ only in the number of padding rows of the vocabulary."""
+    """Whether `stored_shape` and the shape of `part` differ only in the number of padding rows of the vocabulary."""
     assert isinstance(part, ShardedTensor)
     rows, *rest = part.global_shape
     min_rows = rows - groups.tp_group().size() + 1  # the current layout adds fewer than tp padding rows
@@ -229,8 +230,9 @@ def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
     """Return the sharded state dict of each virtual stage, under the keys `model0`, `model1`, ...
 
-    These keys are not in the files of a checkpoint. There, the key of a tensor is its name in the whole model. If the model has
-    adapters, only the adapters are in a checkpoint, because all other weights are frozen.
+    These keys are not in the files of a checkpoint. There, the key of a tensor does not depend on the layout. Megatron may stack
+    a parameter of all layers in one tensor. If the model has adapters, only the adapters are in a checkpoint, because all other
+    weights are frozen.
     """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
     return {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 METADATA = ".metadata"  # torch's description of the tensors and of the files that contain them
-BACKEND_CONFIG = "metadata.json"  # Megatron's file with the checkpoint format; a save writes it last
+BACKEND_CONFIG = "metadata.json"  # Megatron's file with the checkpoint format; Megatron writes no file after it
 
 _METADATA_TYPES = {
     "pathlib": ("PosixPath",),

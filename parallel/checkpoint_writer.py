@@ -148,10 +148,10 @@ class CheckpointSave:
     def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
         """Plan the shards of `state` (a sharded state dict), and start to write them and `files` (name -> content).
 
-        In a synchronous save, this rank's files are written when the constructor returns. In an asynchronous save, a fork of
-        this process writes the current values of the tensors. Tensors on a GPU are copied to the host before the fork. Pages
-        of host memory are copied only if training changes them during the write. Raises CheckpointSaveError on all ranks if
-        any rank fails.
+        In a synchronous save, the write has ended when the constructor returns. In an asynchronous save, a fork of this process
+        writes the current values of the tensors. Tensors on a GPU are copied to the host before the fork. Pages of host memory
+        are copied only if training changes them during the write. Raises CheckpointSaveError on all ranks if a rank cannot
+        create the folder, copy its tensors or start its writer. If the write itself fails, `finish` raises the error.
         """
         self.folder = folder
         with raise_on_all_ranks(self._error):
@@ -213,7 +213,7 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
 
     def complete(self, written: list[WrittenFiles]) -> None:
-        """Write the hashes of all files and the files that describe the checkpoint, and sync them to the disk."""
+        """Write the files that describe the checkpoint, then the hashes of all files, and sync both to the disk."""
         folder = Path(self.writer.checkpoint_dir)
         self.writer.finish(self.metadata, [files_of_rank.results for files_of_rank in written])
         save_config(CheckpointingConfig(self.backend, self.version), str(folder))

@@ -61,7 +61,7 @@ def linear_divergence(  # noqa: PLR0913  terms of one formula
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     divergence: Divergence,
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # at most this many positions have logits at the same time, half of them in each model
+    chunk_size: int = 1024,  # limits the logits in memory to this many rows, half of them of each model
 ) -> Tensor:  # [T] in nats
     """Compute the divergence between teacher and student over the whole vocabulary at each position.
 
@@ -293,7 +293,7 @@ def _all_reduce(values: Tensor, group: ProcessGroup) -> None:
 
 
 def _gather_columns(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the columns [T, m] of all ranks side by side: [T, tp * m]."""
+    """Return the columns [n, m] of all ranks side by side: [n, tp * m]."""
     if group.size() == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(group.size())]

@@ -102,7 +102,10 @@ class LoraAdapter(torch.nn.Module):
         self._pairs = dict(pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the change [L, 1, out] of the linear layer's output for the input `x` [L, 1, in]. `x` is already normalized."""
+        """Return the change [L, 1, out] of the linear layer's output for the input `x` [L, 1, in], which is already normalized.
+
+        In a routed expert, the shapes are [tokens of the expert, out] and [tokens of the expert, in].
+        """
         a, b = self._fused()
         if self.split.is_expert:
             a, b = (_summed_gradient(a), b) if self.split.axis == 0 else (a, _summed_gradient(b))

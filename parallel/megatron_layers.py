@@ -89,7 +89,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         # Megatron moves the frequencies to the device at the first use.
         super().__init__(rope.dim, 1.0, use_cpu_initialization=True)
         self.inv_freq = rope.inv_freq()
-        self._angles: tuple[Tensor, Tensor] | None = None  # (position_ids of the last pack, its angles)
+        self._angles: tuple[Tensor, Tensor] | None = None  # (positions of the tokens of the last pack, their angles)
 
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, config, packed=None, **unused
@@ -144,10 +144,10 @@ class MultimodalRotaryEmbedding(PackedRotaryEmbedding):
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
     """Return the values [L, ...] of all tokens of this context-parallel rank, for an output head or an adapter.
 
-    Under sequence parallelism, `hidden` is [L/tp, H].
+    Under sequence parallelism, `hidden` is [L/tp, ...].
 
     `replicated` means that the head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part
-    of the vocabulary and a part of the gradient, and the backward pass sums the parts of the gradient.
+    of the outputs and a part of the gradient, and the backward pass sums the parts of the gradient.
     """
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
@@ -155,7 +155,7 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Let Megatron average the gradients of a module, which each tensor-parallel rank computes as a whole, over these ranks.
+    """Let Megatron average the gradients of a module over the tensor-parallel ranks. Each rank computes the whole gradients.
 
     On GPUs, the gradients of the ranks differ, because kernels sum in no fixed order.
     """
@@ -219,7 +219,8 @@ class PackedLatentAttention(MLASelfAttention):
     heads from these vectors. All heads share one part of the key, and RoPE rotates this part. Without Transformer Engine,
     Megatron 0.19 splits the down-projections over tensor-parallel ranks, and the gradient of the shared part misses the heads of
     the other ranks. Here, the down-projections are replicated, and the backward pass of the sequence-parallel gather sums the
-    gradient over the ranks. Without sequence parallelism there is no such gather, so tensor parallelism requires it.
+    gradient over the ranks. Without sequence parallelism, there is no such gather. So tensor parallelism needs sequence
+    parallelism.
     """
 
     def __init__(
@@ -250,7 +251,10 @@ class PackedLatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states=None, position_ids=None, packed_seq_params=None, **kwargs
     ) -> tuple[Tensor, ...]:
-        """Return query, key and value [L, n, d]. RoPE rotates the last components of query and key by each token's position."""
+        """Return query, key and value [L, n, d], and two further tensors that Megatron's forward pass expects.
+
+        RoPE rotates the last components of query and key by each token's position.
+        """
         assert isinstance(packed_seq_params, PackedSequences), (
             f"expected PackedSequences, got {type(packed_seq_params)}"
         )

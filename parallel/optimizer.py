@@ -232,10 +232,11 @@ def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
-    """Return the sharded tensors that this rank writes. They share memory with the optimizer. Every rank calls this.
+    """Return the sharded tensors that this rank writes. Every rank calls this.
 
-    `weights` are the sharded weights of all virtual stages of this rank. If no optimizer step has run yet, the optimizer state is
-    created as zeros.
+    The tensors share memory with the optimizer, except the state of a parameter that is assembled from several shards. `weights`
+    are the sharded weights of all virtual stages of this rank. If no optimizer step has run yet, the optimizer state is created
+    as zeros.
     """
     initialize_optimizer_state(optimizer)
     sharded_tensor_of_param = _sharded_tensor_of_param(weights)
@@ -299,9 +300,9 @@ def _set_num_steps(part: DistributedOptimizer, steps: int) -> None:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the tensors that an optimizer step updates: moments and master parameters.
+    """Yield the tensors that an optimizer step updates: moments and main weights.
 
-    The master parameters of fp32 weights are views of the weights.
+    The main weights of float32 weights are views of the weights.
     """
     for part in _optimizers(optimizer):
         for group in part.optimizer.param_groups:
@@ -321,7 +322,7 @@ def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
 def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the parts of the optimizer, for dense parameters and for experts, which have different data-parallel groups."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in parts if not part.is_stub_optimizer]  # a stub: the pipeline stage has no experts
+    return [part for part in parts if not part.is_stub_optimizer]  # a stub: only experts are trained
 
 
 def _groups(optimizer: MegatronOptimizer) -> list[dict]:
@@ -352,7 +353,8 @@ def _sharded_states(
 ) -> Iterator[tuple[str, ShardedTensorOrFactory]]:
     """Yield (name, sharded tensor) for the optimizer state that this rank writes.
 
-    The names are the keys of this rank's dict. The keys in the checkpoint (ShardedTensor.key) may be shared by stacked layers.
+    The names are unique on this rank. The keys in the checkpoint (ShardedTensor.key) are not unique: layers that Megatron stacks
+    in one tensor share a key.
     """
     group = part.data_parallel_group
     for number, (param, shards) in enumerate(_param_shards(part)):

@@ -77,7 +77,7 @@ class PackedRecurrence(MegatronModule):
         output_linear: type,  # row-parallel matrix
         plans: RecurrencePlanCache,
         pg_collection: ProcessGroupCollection,
-        **sizes: Any,  # see _set_sizes
+        **sizes: Any,  # arguments for _set_sizes: conv_bias (whether the convolution has a bias)
     ) -> None:
         super().__init__(config)
         self.layer_number, self.plans = layer_number, plans
@@ -141,6 +141,7 @@ class PackedRecurrence(MegatronModule):
         projected, _ = self.linear_in(hidden_states)
         by_group = projected.view(-1, self.groups, sum(self.rows_per_group.values()))
         parts = dict(zip(self.rows_per_group, by_group.split(list(self.rows_per_group.values()), dim=-1), strict=True))
+        # here, a row is a token of this rank
         rows = torch.cat([parts[CONVOLVED].flatten(1), parts[HEAD_SCALARS].flatten(1)], dim=1)
         if self.cp_group.size() > 1:
             rows = gather_from_sequence_parallel_region(rows, True, self.cp_group)

@@ -167,7 +167,7 @@ def gated_delta_rule(
     query, key = _l2_norm(query) * query.size(-1) ** -0.5, _l2_norm(key)
     beta = beta[..., None]
     query, key, weighted_key, weighted_value = (_chunks(x, plan) for x in (query, key, key * beta, value * beta))
-    decay = _chunks(log_decay[..., None], plan)[..., 0].cumsum(-1)  # [N, n, C] from the start of the chunk
+    decay = _chunks(log_decay[..., None], plan)[..., 0].cumsum(-1)  # [N, n, C] logarithms, from the start of the chunk
     out = _scan(query, key, weighted_key, weighted_value, decay, plan)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).to(dtype)
 
@@ -177,7 +177,7 @@ def _scan(
     key: Tensor,  # [N, n, C, k]
     weighted_key: Tensor,  # [N, n, C, k] times beta
     weighted_value: Tensor,  # [N, n, C, v] times beta
-    decay: Tensor,  # [N, n, C]
+    decay: Tensor,  # [N, n, C] logarithm of the decay from the start of the chunk to each token
     plan: RecurrencePlan,
 ) -> Tensor:  # [N, n, C, v]
     """Compute the outputs inside each chunk, and pass the states from level to level."""
@@ -266,7 +266,7 @@ def selective_scan(
     by_head = value.size(1) // groups, value.size(2)  # heads of a group, channels
     query, key = _chunks(query, plan), _chunks(key, plan)  # [N, g, C, k]
     values = _chunks((value * step[..., None]).view(len(value), groups, -1), plan)  # [N, g, C, heads * v]
-    decay = _chunks(log_decay.view(len(log_decay), groups, -1), plan).cumsum(-2)  # [N, g, C, heads]
+    decay = _chunks(log_decay.view(len(log_decay), groups, -1), plan).cumsum(-2)  # [N, g, C, heads] logarithms
     pairs = _decay_of_pairs(decay.transpose(-1, -2))  # [N, g, heads, C, C]
     scores = (query @ key.transpose(-1, -2)).unsqueeze(2) * pairs
     inside = (scores @ values.unflatten(-1, by_head).transpose(2, 3)).transpose(2, 3)  # [N, g, C, heads, v]

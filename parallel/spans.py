@@ -5,8 +5,8 @@
 
 Before `start` or `annotate` is called, `span` costs almost nothing: it only tests one variable. If the file cannot be written,
 one warning is logged and the recording ends. Spans are never sent to another process. A file has JSON lines: a header for each
-process that wrote to the file, the spans, and a line whenever a process begins a step again. The module assumes that the clocks
-of all machines are synchronized.
+process that wrote to the file, the spans, a line whenever a process begins a step again, and the number of dropped spans if there
+are any. The module assumes that the clocks of all machines are synchronized.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule, offload level, and settings for Megatron.
+"""Settings of a trainer that the driver also needs: optimizer, learning rates, LoRA, divergences, offloading, and Megatron.
 
 Megatron's DistributedDataParallel and Megatron's optimizer receive settings from the config. Names and types of these settings
 are read from Megatron's source files, because importing Megatron takes more than ten seconds. This module does not import torch.

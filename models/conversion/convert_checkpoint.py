@@ -214,8 +214,9 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     """Compare the logits of Megatron and of transformers for a sequence of random tokens, in float32 in this process.
 
-    The model must be a language model. The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this
-    process has no process group, the check creates a process group and destroys it at the end.
+    The model must not be a reward model. An image model gets no images. The check passes if no difference exceeds
+    `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the check creates a process group and destroys
+    it at the end.
     """
     arch = family_of(config).read(config)
     vocab, num_tokens = arch.vocab_size, min(num_tokens, arch.max_position_embeddings)

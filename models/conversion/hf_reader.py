@@ -336,8 +336,8 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 def weights_fingerprint(folder: str | Path) -> str:
     """Return a hash of samples from the weight files of a folder. Models that differ in all weights have different hashes.
 
-    The samples are evenly spaced, and the first one contains the beginning of the header. No whole file is read, and files that
-    have not changed since an earlier call in this process are not read again.
+    The samples of a file are evenly spaced, and the first one contains the beginning of the header. Only the samples are read.
+    If the files are the same and unchanged since the last call in this process, they are not read again.
     """
     folder = Path(folder)
     stats = [(path, path.stat()) for path in _weight_files(folder, _read_index(folder))]

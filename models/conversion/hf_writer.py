@@ -40,9 +40,9 @@ class HFFolderWriter:
     """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
     The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
-    final name when all its tensors are written. `write` takes each tensor under the name that Family.param_mappings gives it;
-    there, each expert has tensors of its own. If the folder stacks the experts of a layer, each tensor of an expert is written
-    to its slice of the stack (models/conversion/expert_stacks.py).
+    final name when all its tensors are written. `write` takes each tensor under the name that Family.param_mappings gives it.
+    Under these names, each expert has its own tensors. If the folder stacks the experts of a layer, each tensor of an expert is
+    written to its slice of the stack (models/conversion/expert_stacks.py).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HFFolderWriter:
         return out.nbytes
 
     def complete(self, source: Path, extra_files: dict[str, str], fields: dict[str, Any] | None = None) -> None:
-        """Add the index, the config and tokenizer files of `source`, and `extra_files`. Then rename the folder to its target.
+        """Write the index and `extra_files`, and copy the config and the tokenizer files from `source`. Then rename the folder.
 
         `extra_files` is file name -> text. If `fields` is given, config.json gets these fields instead of the fields in `source`.
         """
@@ -158,9 +158,9 @@ def write_export(
 ) -> None:
     """Write a Hugging Face folder with `tensors`, `config`, the tokenizer beside `config`, and `extra_files` (file name -> text).
 
-    `tensors` are all tensors of a model with this config, in any order. Only one tensor is in memory at a time. With `copy_mtp`,
-    MTP layers that are not among `tensors` are copied byte for byte from the folder that contains `config`. `target` appears
-    when it is complete. Raises FileExistsError if `target` exists.
+    `tensors` are all tensors of a model with this config, in any order. Each is written before the next is taken. With
+    `copy_mtp`, MTP layers that are not among `tensors` are copied byte for byte from the folder that contains `config`. `target`
+    appears when it is complete. Raises FileExistsError if `target` exists.
     """
     target = Path(target)
     if target.exists():
@@ -189,6 +189,7 @@ def _export(
     arch, dtype = family.read(config), first[1].dtype
     rows = family.param_mappings(arch)
     specs = tensor_specs(rows, arch.sizes, dict.fromkeys(rows, dtype_name(dtype)))
+    # SGLang's classifier has a bias that transformers does not have, and does not initialize it
     constants = (
         {ENGINE_CLASSIFIER_BIAS: torch.zeros(1, dtype=dtype)}
         if arch.is_reward_model and family.engine_classifier_has_bias

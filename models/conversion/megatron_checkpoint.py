@@ -128,7 +128,7 @@ class MegatronReader:
 
     @property
     def files(self) -> list[Path]:
-        """The metadata file and the files with tensors."""
+        """The metadata file, and the files whose contents it lists."""
         names = {info.relative_path for info in self._storage.values()}
         return [self.folder / METADATA, *(self.folder / name for name in sorted(names))]
 

@@ -24,10 +24,10 @@ class ByteProgress(Protocol):
 class ResumableFolder:
     """A folder that is written as `folder` and renamed to `target` when it is complete.
 
-    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores
-    `made_from`, the inputs and options from which the files are made. A later process uses the finished files only if its own
-    inputs and options are the same. Inside the `with` block, this process has a lock on the folder. A complete folder contains
-    the hashes of its files, see parallel.durable_files.
+    A file with weights has the path that `unfinished` returns until `finish` gives it its final name. A manifest lists the
+    finished files. The manifest also stores `made_from`, the inputs and options from which the files are made. A later process
+    uses the finished files only if its own inputs and options are the same. Inside the `with` block, this process has a lock on
+    the folder. A complete folder contains the hashes of its files, see parallel.durable_files.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:

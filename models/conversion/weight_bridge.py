@@ -141,7 +141,8 @@ class ParamBridge:
     def participates_in_export(self, rank: int) -> bool:
         """Whether `rank` must iterate over `export()`.
 
-        This is true if the rank has a shard or an expert that no lower rank of its pipeline stage has.
+        This is true for the first ranks of each pipeline stage: as few as possible, but whole tensor-parallel groups and whole
+        copies of the experts. So no rank waits in a gather for a rank that does not iterate.
         """
         rank_in_stage = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1

@@ -10,6 +10,7 @@ from models.derive.rows import Rows, format_call
 # block -> module, for blocks that a family file does not import from decoder_blocks
 _BLOCK_MODULES = {"LATENT_ATTENTION": "models.families.deepseek_v3"}
 _MAPPINGS = ("GatedMLPMapping", "ParamMapping", "QKVMapping", "VocabMapping")
+# names that a family file may import from decoder_blocks: table rows, defaults and functions
 _BLOCKS = (
     *(
         "ATTENTION",

@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
 class AttentionOptions:
     """How attention differs from softmax(q k / sqrt(D)) v."""
 
-    rope: str = "half"  # half: pairs (i, i + D/2); interleaved: pairs (2i, 2i + 1); none
+    rope: str = "half"  # half: pairs (i, i + R/2); interleaved: pairs (2i, 2i + 1); none
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(D)
     window: int | None = None  # number of tokens to which a token attends, itself included
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)

@@ -68,7 +68,8 @@ class Proposal:
     plan: FamilyPlan
     problems: list[str] = field(default_factory=list)  # one line each; any problem makes the family wrong or incomplete
     notes: list[str] = field(default_factory=list)  # one line for each restriction of the family
-    engine: EngineSource | None = None  # None: the installed SGLang has no such architecture, or planning ended early
+    # None: SGLang is not installed or does not have this architecture, or planning ended early
+    engine: EngineSource | None = None
 
     @property
     def models_to_prove(self) -> list[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,9 @@
 
 A derived family is a family that `mrl family derive` writes. Some families in models/families have such operators, for example
 sliding windows. These families are written by hand.
+
+A `Match` is a block that the probes recognized. Its `slots` name the tensors in the formula of the block, and its `options` are
+the variant of this formula.
 """
 
 from models.derive.probes import Match
@@ -42,7 +45,10 @@ def _rotations(structure: Structure, fields: dict) -> list[str]:
 
 
 def lists_layers_without_rope(structure: Structure, fields: dict) -> bool:
-    """Whether the config has a field `no_rope_layers` with a 1 for each layer with a rotary embedding, and 0 for the others."""
+    """Whether the config says in the field `no_rope_layers` which layers have a rotary embedding.
+
+    In spite of the name, transformers writes 1 for layers with a rotary embedding, and 0 for the others.
+    """
     said = getattr(build_config(fields), "no_rope_layers", None)
     found = [match.options["attention"].rope != "none" for match in structure.matches("attention")]
     return isinstance(said, list) and [bool(has_rope) for has_rope in said] == found

@@ -1,8 +1,8 @@
 """Reads a config of transformers and shrinks it, so that a random model with the same structure takes milliseconds on a CPU.
 
-No two widths of the tiny model are equal. So a size in the shape of a tensor says which width it is. The size of the vocabulary
-is odd, because trainers pad it. All other sizes are even, so that two ranks can share each matrix. Fields that this module does
-not know keep their value.
+No two sizes in WIDTHS are equal. So a size in the shape of a tensor says which width it is. The size of the vocabulary is odd,
+because trainers pad it. All other sizes are even, so that two ranks can share each matrix. Fields that this module does not know
+keep their value.
 """
 
 import inspect

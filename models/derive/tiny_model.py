@@ -153,7 +153,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def _randomize(model: PreTrainedModel) -> None:
     """Add noise to all vectors (except inv_freq, the frequencies of RoPE), and also to biases that are matrices.
 
-    Vectors are, for example, norm weights, biases, sinks and correction biases. transformers sets them to 0 or 1.
+    Vectors are, for example, norm weights, biases, sinks and correction biases. transformers sets most of them to 0 or 1.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name and tensor.dim() == 1 and tensor.is_floating_point():

@@ -1,4 +1,7 @@
-"""Registry of model families. Each file of this package defines one family or several related ones."""
+"""Registry of model families. Each file of this package defines one family or several related ones.
+
+The exceptions are decoder_blocks.py and vision_blocks.py, which have the building blocks that families share.
+"""
 
 import importlib
 import sys

@@ -56,6 +56,7 @@ QK_NORMS = (
     ParamMapping(f"{_MEGATRON_ATTENTION}.q_layernorm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (_HEAD_DIM,)),
     ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_HEAD_DIM,)),
 )
+# norm before the MLP or the experts; in families with POST_NORMS: norm of the output of the attention
 _POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
 PROJECTION_NORMS = (  # one norm for the queries of all heads together, and one for the keys
     ParamMapping(f"{_MEGATRON_ATTENTION}.q_projection_norm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (("q",),), 0),

@@ -85,7 +85,7 @@ def translate(config: HFConfig) -> Architecture:
     """Translate a DeepSeek-V3 config. Raises ValueError if a value is not supported."""
     config.expect(attention_bias=False, rope_interleave=True, quantization_config=None, moe_layer_freq=1)
     config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
-    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # they only matter for pretraining
+    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # they do not change the logits
     unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     # transformers 5 writes these two fields as well.
     config.expect(head_dim=(None, rotated), qk_head_dim=(None, unrotated + rotated))

@@ -4,7 +4,8 @@ Each token attends to the keys that a lightning indexer chooses, see parallel/sp
 frozen. In a GLM-5 model, a layer may use the keys that an earlier layer has chosen.
 
 The two families rotate the components of the indexer's queries and keys in different pairs: DeepSeek-V3.2 rotates component i and
-component i + dim / 2, and GLM-5 rotates neighbors. The pairs of the attention itself are neighbors in both families.
+component i + n / 2 (n: number of rotated components), and GLM-5 rotates neighbors. The pairs of the attention itself are
+neighbors in both families.
 
 As in DeepSeek-V3, the norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. For these norms, transformers always
 uses 1e-6. The published configs of GLM-5 have 1e-5, so for GLM-5 the outputs of mrl and of transformers differ a little.

@@ -18,7 +18,7 @@ from models.hf_config import HFConfig
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a Llama config. Raises ValueError if a value is not supported."""
-    # transformers ignores this field, so only the value without an effect is accepted
+    # True would mean interleaved RoPE. transformers ignores this field and never interleaves, so mrl accepts only False
     config.expect(rope_interleaved=False)
     parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
     return read_decoder(config, parts=parts)

@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer has one block after one norm: Mamba-2, attention without a rotary embedding, an MLP, or experts.
+"""Nemotron-H: each layer has one norm and one block (Mamba-2, attention without a rotary embedding, an MLP, or experts).
 
 MLPs and experts have no gate, and their activation function is the square of ReLU. Layers with experts have sigmoid routing
 (decoder_blocks.py explains it) and a shared expert. MTP layers are not trained; exports copy them unchanged.
@@ -16,7 +16,8 @@ from models.hf_config import HFConfig
 
 # letter of hybrid_override_pattern -> block
 _PATTERN: dict[str, Block] = {"M": "recurrent", "*": "attention", "-": "dense", "E": "moe"}
-_NAMES: dict[str, Block] = {  # value in layers_block_type -> block; the first two are those of transformers 5
+# Value in layers_block_type -> block. transformers 5 writes the first two values in place of `mamba` and `attention`.
+_NAMES: dict[str, Block] = {
     "linear_attention": "recurrent",
     "full_attention": "attention",
     "mamba": "recurrent",
@@ -36,6 +37,7 @@ _MLP, _EXPERT, _SHARED = f"{_LAYER}.mlp", f"{_LAYER}.mlp.experts.{{expert}}", f"
 #   mamba_heads: number of heads
 #   kernel: tokens that the convolution reads
 #   one: 1
+# RecurrentGroupsMapping also needs the size head_groups, the number of groups of heads.
 _VALUES, _STATES, _HEADS = ("values", "hidden"), ("states", "hidden"), ("mamba_heads",)
 _KERNEL = ("one", "kernel")
 
@@ -116,7 +118,7 @@ _MOE = (
 
 
 def _blocks(config: HFConfig) -> tuple[Block, ...]:
-    """Return the block of each layer. As in transformers, `layers_block_type` has priority over `hybrid_override_pattern`.
+    """Return the block of each layer, from `layers_block_type` or `hybrid_override_pattern`.
 
     Raises ValueError if a block is unknown, or if the fields differ.
     """
@@ -169,9 +171,9 @@ def _check_fields(config: HFConfig) -> None:
         raise ValueError(
             f"{config.path}: time_step_limit={config['time_step_limit']!r} is not supported; expected [0.0, Infinity]."
         )
-    # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. transformers
-    # raises the time steps of Mamba-2 to at least `time_step_min`. The models were trained without this limit, and SGLang has
-    # no such limit, so mrl has none.
+    # These fields describe initial weights, kernels, the dtype of states in engines, generation, and MTP layers. Neither
+    # transformers nor SGLang uses `expand`. transformers raises the time steps of Mamba-2 to at least `time_step_min`. The models
+    # were trained without this limit, and SGLang has no such limit, so mrl has none.
     config.read_fields.update(
         ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand")
     )

@@ -44,7 +44,8 @@ def translate_olmo2(config: HFConfig) -> Architecture:
 
 def translate_olmo3(config: HFConfig) -> Architecture:
     """Translate an OLMo 3 config. Raises ValueError if a value is not supported."""
-    config.expect(rope_theta=500000.0)  # transformers uses other values only if they are in rope_parameters
+    # transformers applies another value only to full attention. In `rope_parameters`, each kind of layer has a value of its own.
+    config.expect(rope_theta=500000.0)
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     rope, window_rope = config.rope_by_layer(head_dim, config["rope_theta"], config["rope_theta"])
     arch = read_decoder(

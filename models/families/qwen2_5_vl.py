@@ -45,6 +45,7 @@ def translate(config: HFConfig) -> Architecture:
     """Translate a Qwen2.5-VL config. Raises ValueError if a value is not supported."""
     outer = {name: value for name, value in config.fields.items() if name not in _OWN_FIELDS}
     nested = config.fields.get("text_config")
+    # section: mrope_section, the numbers of pairs of components that rotate by the positions along time, height and width
     fields, section, _ = split_rope(nested if isinstance(nested, dict) else outer, config.path)
     fields["tie_word_embeddings"] = bool(outer.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
     text = config.nested("text_config", _TEXT_DEFAULTS, fields)

@@ -1,8 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5: most layers have a gated delta net, the others have attention with an output gate.
 
-RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside a gated delta net. Qwen3.5 (dense
-models) has MLPs. Qwen3-Next has routed experts and a shared expert. The output of the shared expert is multiplied by the sigmoid
-of one number per token.
+RoPE rotates a part of each head. All norms multiply by 1 + weight, except the norm inside a gated delta net. Dense Qwen3.5 models
+have MLPs. Qwen3-Next has routed experts and a shared expert. The output of the shared expert is multiplied by the sigmoid of one
+number per token.
 """
 
 from dataclasses import replace
@@ -61,6 +61,7 @@ _ATTENTION = tuple(
 #   gdn_qkvz: queries, keys, values and output gates of all heads
 #   gdn_ba: beta and alpha of all value heads
 #   one: 1
+# RecurrentGroupsMapping also needs the size head_groups, the number of groups of heads: one group for each key head.
 _K, _V, _HEADS = ("gdn_k", "hidden"), ("gdn_v", "hidden"), ("gdn_v_heads", "hidden")
 _KERNEL = ("one", "gdn_kernel")
 
@@ -114,7 +115,7 @@ _SHARED_EXPERT = tuple(
 
 
 def _rope(config: HFConfig) -> Rope:
-    """Return the rotary embedding. For text, the three positions of a token (`mrope_section`) are equal, so it is plain RoPE."""
+    """Return the rotary embedding without the fields of multimodal RoPE, whose three positions are equal for a text token."""
     fields = dict(config.fields)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(parameters := fields.get(name), dict):
@@ -138,7 +139,10 @@ def _read_layers(config: HFConfig) -> tuple[list[int], bool]:
 
 
 def _read(config: HFConfig, parts: frozenset[str] = frozenset(), **transformer: Any) -> Architecture:
-    """Translate the fields that both families have. Raises ValueError if a value is not supported."""
+    """Translate the fields that both families have. Raises ValueError if a value is not supported.
+
+    `parts`: further optional parts (Architecture.parts). `transformer`: further fields of Megatron's config.
+    """
     config.expect(attn_output_gate=True, output_gate_type=(None, "silu", "swish"), use_sliding_window=False)
     # Two fields act only with sliding windows, two describe MTP layers, and the last one is the dtype of states in engines.
     config.read_fields.update(("sliding_window", "max_window_layers", "mtp_num_hidden_layers"))

@@ -40,6 +40,7 @@ _TOWER_DEFAULTS: dict[str, Any] = TOWER_DEFAULTS | dict(
 def translate(config: HFConfig) -> Architecture:
     """Translate a Qwen3-VL config. Raises ValueError if a value is not supported."""
     nested = config["text_config"]
+    # section: mrope_section, the numbers of pairs of components that rotate by the positions along time, height and width
     fields, section, interleaved = split_rope(nested if isinstance(nested, dict) else {}, config.path)
     if not interleaved:
         raise ValueError(f"{config.path}: mrope_interleaved=False is not supported; expected True.")

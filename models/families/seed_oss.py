@@ -1,6 +1,7 @@
 """Seed-OSS: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE, separate switches for the biases of the projections.
 
-mrl ignores the dropout rates of a config. Like every model in mrl, the model has dropout only if `megatron.*_dropout` is set.
+mrl ignores the dropout rates in configs of this family. Like every model in mrl, the model has dropout only if
+`megatron.*_dropout` is set.
 """
 
 from dataclasses import replace

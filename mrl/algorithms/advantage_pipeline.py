@@ -111,7 +111,8 @@ class AdvantagePipeline:
     ) -> NDArray[np.int64]:
         """Return [B]: how often each response counts in the loss; 0 for a response that is not `eligible` [B].
 
-        A response with an offline advantage counts once. It is not drawn, because its reward does not matter, and may be unknown.
+        An eligible response with an offline advantage counts once. It is not drawn, because its reward does not matter, and may
+        be unknown.
         """
         offline = scored.offline_advantages
         candidates = eligible if offline is None else eligible & np.isnan(offline)

@@ -469,7 +469,7 @@ def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -
     `values` [R] are values of tokens. `lengths` [B] are the lengths of the responses.
     """
     sums, ends = values.astype(np.float64), np.cumsum(lengths)
-    # Each iteration handles one token of every response, from the second-last token backwards.
+    # Each iteration handles one token of every response that is long enough, from the second-last token backwards.
     for distance in range(1, lengths.max(initial=0)):
         index = ends[lengths > distance] - 1 - distance
         sums[index] += factor * sums[index + 1]

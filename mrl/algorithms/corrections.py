@@ -2,7 +2,7 @@
 
 The policy that sampled a token differs from the policy that is trained: the engine uses other kernels, another precision
 or older weights. A correction gives the loss of each token a weight that compensates for this difference.
-docs/concepts/corrections.md lists the papers. mrl.core.types explains the letters of array dimensions, such as R.
+docs/concepts/corrections.md lists the papers. R is the number of sampled tokens in a micro-batch.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class ImportanceSampling:
 
     With `batch_normalize`, the weights are divided by their mean, so that the loss keeps its scale. The mean is computed once per
     step, before the step is divided into mini-batches. With level=token, it is a mean over tokens; with the other levels, it is
-    a mean over responses. Tokens and responses that mode=mask masks count as 0 in the mean. The mean does not include truncated
-    responses that algorithm.mask_truncated excludes. With level=token, it also does not include tokens for which the engine
-    reported no log-probability. The veto and other corrections do not change the mean. If the mean is below 1e-8, the weights
-    are not divided, as in verl.
+    a mean over responses. With mode=mask, masked tokens and responses count as 0 in the mean. The mean does not include
+    responses that the token limit ended and that algorithm.mask_truncated excludes. With level=token, it also does not include
+    tokens for which the engine reported no log-probability. The veto and other corrections do not change the mean. If the mean is
+    below 1e-8, the weights are not divided, as in verl.
 
     Published methods are settings of this class:
 

@@ -39,8 +39,9 @@ def filter_values(
         correctness  the first part of the reward whose name is in CORRECTNESS_PARTS; the rewards if there is no such part
         other names  the part of the reward with this name
 
-    A response whose scoring failed has the value 0. Raises ValueError if no response of the group has the named part. There is
-    no error if the responses have no parts at all and all rewards are 0: the values are then 0.
+    A response without the named part, for example because its scoring failed, has the value 0. Raises ValueError if no response
+    of the group has the named part. There is no error if the responses have no parts at all and all rewards are 0: the values
+    are then 0.
 
     Args:
         metric: attribute `metric` of the filter.

@@ -50,14 +50,17 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator. It contains only the responses with sampled tokens; B is the number of these responses."""
+    """Input of an advantage estimator, and of the method `precomputed_columns` of losses and corrections.
+
+    It contains only responses with sampled tokens; B is the number of these responses.
+    """
 
     # [R] reward of a response or turn at its last token, 0 at all other tokens; the KL penalties are already subtracted
     token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
-    # A column [R] for each name in the estimator's attribute `required_inputs`. `rollout_logprobs` is NaN for a token for which
-    # the engine reported no log-probability
+    # name -> column [R]: the columns that the estimator, the loss and the KL penalty need. `rollout_logprobs` is NaN for a token
+    # for which the engine reported no log-probability
     columns: Mapping[str, Column] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the prompt's greedy response; None: not computed
     # name of a part of the reward -> values of this part [B]
@@ -171,7 +174,7 @@ class LossInputs:
 
 
 def required_inputs_of(part: object) -> frozenset[str]:
-    """Return the attribute `required_inputs` of a part of an algorithm: names of the columns that it reads (default: no names).
+    """Return the attribute `required_inputs` of a part of an algorithm: names of the inputs that it reads (default: no names).
 
     Raises ValueError if `required_inputs` is a string instead of a set of names.
     """

@@ -30,8 +30,8 @@ KL_ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """Name of an estimator -> function that computes its value (Schulman 2020, "Approximating KL divergence").
 
-The arguments of the function are d = log pi - log pi_ref of a token that pi sampled, and the exponential function of NumPy
-or torch.
+The arguments of the function are d = log pi - log pi_ref of a token that pi sampled, and an exponential function: np.exp or
+bounded_exp.
 """
 LOSS_KIND, REWARD_KIND = "k3", "k1"  # default estimators; in the loss, k1 has no gradient on average
 

@@ -39,7 +39,7 @@ class Loss(Protocol):
     def zero_at_zero_advantage(self) -> bool:
         """Whether a response with advantage 0 has loss 0 and gradient 0.
 
-        If this and algorithm.skip_zero_advantage are true, training skips these responses.
+        If this is true for the whole objective, and algorithm.skip_zero_advantage is true, training skips these responses.
         """
         ...
 
@@ -280,7 +280,7 @@ def _indicator(size: int, selected: np.ndarray) -> Column:
 class ClipCov(PolicyLoss):
     """Loss -r A, and 0 for randomly selected tokens with a covariance in (low, high) (Cui et al. 2025, eq. 11).
 
-    The number of selected tokens is `fraction` times the number of all tokens.
+    The number of selected tokens is `fraction` times the number of all tokens, or smaller if fewer tokens have such a covariance.
 
     The authors' code also clips r as PPO does, with 1 for both bounds. Here `clip_low` and `clip_high` are these bounds. By
     default, r is not clipped.

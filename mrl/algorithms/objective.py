@@ -81,8 +81,9 @@ class Objective:
     An engine may report NaN as the log-probability of a token. The token then has policy loss 0 if the objective uses the
     engine's log-probabilities: as old log-probabilities, in a correction, or in a policy loss that names `rollout_logprobs` in
     `required_inputs`. The policy loss and the correction get a number in place of NaN: the old log-probability of the token or,
-    with `rollout_logprobs_as_old`, its current log-probability. So the ratio of the token counts as 1 in products and means
-    over its response. The metric `mismatch/nan_tokens` counts the tokens with NaN.
+    with `rollout_logprobs_as_old`, its current log-probability. So the token's ratio of the old policy to the engine
+    counts as 1 in products and means over its response. With `rollout_logprobs_as_old`, this holds for its ratio of the current
+    policy to the old policy. The metric `mismatch/nan_tokens` counts the tokens with NaN.
     """
 
     policy: Loss

@@ -31,8 +31,8 @@ The actor computes only the columns that the algorithm needs, all of them in one
 COLUMNS = frozenset({*POLICY_COLUMNS, "ref_logprobs", "values", "rollout_logprobs"})
 """Columns (one number per sampled token) that parts of an algorithm may name in `required_inputs`.
 
-Models compute only needed columns.
-Each model of the key `roles` that SGLang does not serve computes a further column, such as teacher_logprobs.
+Models compute only needed columns. Each model of the key `roles`, except `reference` and the models that SGLang serves, computes
+a further column, such as teacher_logprobs.
 
     old_logprobs      log-probability of the token under the policy before the first optimizer step on the rollout
     entropies         entropy, in nats, of the distribution over the vocabulary with which this policy predicts the token
@@ -269,7 +269,10 @@ def build_value_loss(config: Config) -> ValueLossFunction:
 
 
 def refuse_distillation(objective: Objective, source: str) -> None:
-    """Raise ValueError if the loss compares the policy with a teacher, because `source` has no outputs of a teacher."""
+    """Raise ValueError if the loss compares the policy with a teacher.
+
+    `source`: name, in the message, of the command or of the data that has no outputs of a teacher.
+    """
     if objective.distillation is not None:
         raise ValueError(
             f"algorithm.loss._target_=mrl.algorithms.distillation.Distillation: {source} has no outputs of a teacher; use "

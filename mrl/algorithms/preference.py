@@ -2,8 +2,8 @@
 
 A loss over pairs trains on rows with a chosen and a rejected response to one prompt. Both responses of a pair are always in one
 micro-batch (TrainBatch.whole_groups), in which the responses have the order chosen, rejected, chosen, rejected, and so on.
-Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which supervised training uses, the
-loss of a mini-batch is therefore the mean loss of its pairs. docs/concepts/algorithms.md lists the papers.
+Every token of both responses has the loss of the pair. With the aggregation sequence_mean, which supervised training uses for
+pairs, the loss of a mini-batch is therefore the mean loss of its pairs. docs/concepts/algorithms.md lists the papers.
 
 Symbols in the formulas:
 
@@ -273,9 +273,10 @@ class KTO(PolicyLoss):
 class ScoreLoss:
     """Base class of losses of a reward model. Such a loss reads the score of each response instead of log-probabilities."""
 
+    # Output head of the trained model; for losses without this attribute, it is "vocabulary"
     head: ClassVar[str] = "score"
     required_inputs: ClassVar[frozenset[str]] = frozenset()
-    rows: ClassVar[str] = PAIRS
+    rows: ClassVar[str] = PAIRS  # rows that supervised training needs: PAIRS or LABELS
 
     def __call__(
         self, scores: Tensor, responses: Responses, columns: Mapping[str, Tensor]

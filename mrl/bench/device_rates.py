@@ -91,7 +91,7 @@ def published_tflops(card: str) -> float | None:
     """Return the card's peak of dense bfloat16 matrix products in TFLOP/s; None if conf/cluster does not have the card.
 
     `card` is the name that CUDA reports, such as "NVIDIA H100 80GB HBM3". The result for PCIe and NVL cards is None, because
-    their peaks differ from those of the SXM cards in conf/cluster.
+    their peaks may differ from those of the SXM cards in conf/cluster.
     """
     words = set(re.findall(r"[a-z0-9]+", card.lower()))
     if words & {"pcie", "nvl"}:
@@ -155,7 +155,9 @@ def _resident_peak() -> int:
 
 # Matrix products.
 
-MATRICES = {  # size -> (m, k, n) of products [m, k] x [k, n]; the second product has the shape of an MLP of Qwen3-4B
+# size -> (m, k, n) of products [m, k] x [k, n]. The second product has the shape of the gate and up projections of Qwen3-4B, or,
+# for the size toy, of the toy model in model_steps.py.
+MATRICES = {
     "full": ((8192, 8192, 8192), (16384, 2560, 19456)),
     "small": ((4096, 4096, 4096), (8192, 2560, 19456)),
     "toy": ((256, 256, 256), (512, 64, 192)),
@@ -265,7 +267,7 @@ def measure_head(job: SectionJob) -> None:
 
 
 def head_methods(job: SectionJob, sizes: HeadSizes) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Return name -> function of (hidden, weight, targets) that returns log-probabilities [T] of T positions, or their sum."""
+    """Return name -> function of (hidden, weight, targets) that returns log-probabilities [T], or minus their sum (Liger)."""
 
     def chunked(chunk: int, needs_entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

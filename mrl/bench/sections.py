@@ -30,7 +30,7 @@ from mrl.core.processes import kill_with_parent
 POLL_S = 0.1  # time between two reads of the file of a running section
 MACHINE_TIMEOUT_S = 300.0  # longest time to import torch from a slow disk and to start CUDA
 LOG_LINES = 30  # number of lines of a failed section's output that the report contains
-MAX_PROBLEM = 300  # longest problem, in characters
+MAX_PROBLEM = 300  # number of characters that the report keeps of an error's text
 SIZES = ("full", "small", "toy")
 Value = tuple[str, float, str]  # (quantity, number, unit)
 CASE_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError)

@@ -67,7 +67,7 @@ class ResumePoint:
 
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
     of_another_run: bool = False  # whether the checkpoint belongs to another run
-    changes: tuple[str, ...] = ()  # `key: old -> new` for each key that has changed since the run's last start
+    changes: tuple[str, ...] = ()  # result of `_changes` since the run's last start
     damaged: frozenset[int] = frozenset()  # steps of this run whose checkpoints have files with wrong hashes
 
     def rollout_log_key(self, config: Config, data_fingerprint: str) -> str:
@@ -88,9 +88,10 @@ _LORA_BASE = "lora_base"  # name in the result of `model_identity`; its value is
 def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_vision: bool = False) -> dict[str, Any]:
     """Return the properties that a checkpoint and a model must have in common, as name -> value.
 
-    The properties are the sizes of the model, and whether the vision tower and the MTP layers are trained. With LoRA, there are
-    further properties: which matrices have adapters, the scale of the adapters, and a hash of the weights of the base model in
-    the folder `model_path`. The distributed checkpoint contains neither this scale nor the weights of the base model.
+    The properties are the sizes of the model, the rank of its adapters (0 without LoRA), and whether the vision tower and the MTP
+    layers are trained. With LoRA, there are further properties: which matrices have adapters, the scale of the adapters, and a
+    hash of the weights of the base model in the folder `model_path`. The distributed checkpoint contains neither this scale nor
+    the weights of the base model.
     """
     identity: dict[str, Any] = {**arch.sizes, "vocabulary": arch.vocab_size, "layers": arch.num_layers}
     identity |= {_LORA_RANK: lora.rank, _TRAIN_VISION: train_vision, _TRAIN_MTP: arch.mtp_layers > 0}
@@ -103,9 +104,9 @@ def model_identity(arch: Architecture, lora: LoraConfig, model_path: str, train_
 def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
-    If `check_hashes` is False, the hash of state.json is compared, but only the sizes of the checkpoint's other files. This takes
-    less than a second. Raises ValueError if the run would overwrite results in the directory, if all checkpoints there are
-    incomplete or damaged, or if `resume` names a folder without a complete and undamaged checkpoint.
+    If `check_hashes` is False, only state.json is checked by its hash, and all other files of the checkpoint are checked by their
+    sizes. This takes less than a second. Raises ValueError if the run would overwrite results in the directory, if all
+    checkpoints there are incomplete or damaged, or if `resume` names a folder without a complete and undamaged checkpoint.
     """
     folder = Path(config.run.dir).resolve()
     store = CheckpointStore(folder / "checkpoints")
@@ -130,7 +131,7 @@ def find_resume_point(config: Config, *, check_hashes: bool = True) -> ResumePoi
 
 
 def continues_from_checkpoint(config: Config) -> bool:
-    """Return whether the run will continue from a checkpoint. It reads no file of a checkpoint except state.json."""
+    """Return whether the run will continue from a checkpoint. This function reads only state.json of a checkpoint."""
     store = CheckpointStore(Path(config.run.dir).resolve() / "checkpoints")
     return config.resume not in ("auto", "never") or store.latest() is not None
 
@@ -212,7 +213,7 @@ def _decides_samples(key: str) -> bool:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `key: old -> new` for every config key whose value differs."""
+    """Yield `key: old -> new` for every config key whose value differs, except run.dir and resume."""
     old, new = dict(flatten_config(before)), dict(flatten_config(now))
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key) and key not in ("run.dir", "resume"):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 RUN_RECORD = "run.json"  # name of the file in the run directory that has the command and the config
 RECORD_KEYS = {"command", "config"}  # keys of run.json
-RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable that has the run directory in every process of the run
+RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable with the run directory, for all processes that inherit it
 # Names of files and folders; a folder that contains one of them has the results of a run
 OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
 KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
@@ -143,9 +143,10 @@ class SampleLedger:
         requests: for each group, the serial number of its prompt request
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response
-        offline: the row numbers of the step's rows from `data.offline.path`; absent if the run has no such rows
+        offline: the row numbers of the step's rows from `data.offline.path`; absent if the step has no such rows
         updates: for each optimizer step, weight version -> [number of trained tokens that this version sampled, sum of their
-            token weights / sum of all token weights]. The token weight is a token's factor in the loss, without corrections.
+            token weights / sum of the token weights of all versions]. The token weight is a token's factor in the loss, without
+            corrections.
 
     When a run returns to a checkpoint, the lines of later steps are removed.
     """

@@ -59,7 +59,7 @@ class SavableModel(Protocol):
 class CheckpointSchedule:
     """When checkpoints and exports are written."""
 
-    every: int  # training steps between two checkpoints; 0: a checkpoint is written only at the end
+    every: int  # training steps between two checkpoints; 0: a checkpoint is written only when the run ends
     export_every: int  # training steps between two Hugging Face folders in exports/; 0: there are none
     asynchronous: bool  # whether training continues while a checkpoint is written
     timeout_s: float  # longest time for writing one checkpoint

@@ -8,7 +8,7 @@ run.dir/checkpoints/step_000050/ has:
 
 A run may keep a part, such as the critic, in fewer checkpoints than the other parts. This part is then removed from older
 checkpoints, and their state.json says so. Such a checkpoint is intact, but a run continues only from a checkpoint with all
-parts.
+parts that the run needs.
 """
 
 from __future__ import annotations

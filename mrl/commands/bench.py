@@ -46,7 +46,7 @@ The exit status is 0 if every section ran or was skipped, 1 if a section failed,
 
 SCHEMA = 1  # version of the format of the JSON file
 FREE_GIB = {"full": 60.0, "small": 14.0}
-"""Size of the measurements -> free GPU memory that this size needs, in GiB. With less free memory, the size is toy."""
+"""Size of the measurements -> free GPU memory that this size needs, in GiB. If neither size fits, the size is toy."""
 
 
 def _parser() -> argparse.ArgumentParser:

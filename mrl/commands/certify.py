@@ -144,7 +144,7 @@ def conclusion(report: EngineReport) -> str:
 
 
 def print_points(report: EngineReport, title: str) -> None:
-    """Print one row for each trace point, such as `attention`; it covers all layers (see mrl.diagnostics.engine_check).
+    """Print one row for each trace point, such as `attention`, over all layers (see mrl.diagnostics.engine_check).
 
     A row shows the first layer that differs at this trace point. If no layer differs, it shows the layer with the largest
     relative difference.

@@ -80,7 +80,7 @@ def derive(arguments: FamilyArguments) -> int:
         _check_is_new(arguments.output)
     proposal = propose(read_fields(arguments.model))
     _print_summary(proposal)
-    plan = proposal.plan
+    plan = proposal.plan  # content of the file; `plan.constant` is the name of the family in it, such as LLAMA
     output = arguments.output or Path(f"{plan.constant.lower()}.py")
     _check_is_new(output)
     with TemporaryDirectory() as folder:

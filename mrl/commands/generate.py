@@ -62,7 +62,7 @@ def generate_or_submit(config: Config, overrides: Sequence[str] = ()) -> None:
 
 
 def needs_submission(config: Config) -> bool:
-    """Return whether the command must be submitted to Slurm. In the job it must not: there, cluster.address is set."""
+    """Return whether the command must be submitted to Slurm. Inside the job, where cluster.address is set, it returns False."""
     return bool(config.cluster.scheduler and not config.cluster.address)
 
 

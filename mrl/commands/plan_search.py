@@ -72,7 +72,7 @@ FIXABLE = {
 }
 """Config keys that plan.fix may name -> their names in LayoutSpace.fixed."""
 TRANSPORT_PLACEMENTS = {Transport.cuda_ipc: "colocated", Transport.process_group: "disaggregated"}
-"""Transport between GPUs -> the only placement with which it works."""
+"""Transport between GPUs -> the only placement of the search with which the transport works."""
 DEFAULT_PROMPT_TOKENS = 512  # used if the config has neither prompts nor a length of prompts
 MEASURED_ROWS = 256  # the mean prompt length is measured on at most this number of rows of each file of data.train
 

@@ -1,4 +1,4 @@
-"""`mrl replay`: repeats a dumped training step under two parallel layouts and compares the results."""
+"""`mrl replay`: repeats one mini-batch of a dumped training step under two parallel layouts and compares the results."""
 
 import json
 import signal
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         objective = build_objective(config).with_coefs(dump.description.coefs)
         refuse_distillation(objective, "a step dump")
     sys.stdout.write(_introduction(dump, weights, dims, against))
-    # so that context managers end all processes
+    # SIGTERM raises SystemExit, so that context managers end all processes
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         result = build.replay(plan, dump, weights, objective, against)

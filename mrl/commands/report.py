@@ -89,7 +89,7 @@ def _points(sweep: Sweep) -> list[SweepPoint]:
 
 
 def watch(folders: list[Path], output: Path, every_s: float) -> None:
-    """Write the page every `every_s` seconds until no run is in progress, or until the user interrupts."""
+    """Write the page every `every_s` seconds until all runs, or all points of the sweep, have ended, or the user interrupts."""
     sys.stdout.write(f"writing {output} every {every_s:g} s; Ctrl-C ends this\n")
     try:
         while _in_progress(folders):

@@ -116,7 +116,7 @@ def render(run_dir: Path, args: argparse.Namespace) -> str:
 def _samples_of(run_dir: Path, step: int | None) -> tuple[int, list[TextSample]]:
     """Return a step and its samples. If `step` is None, this is the last step.
 
-    The function keeps the samples of only one step in memory, because the samples of all steps together may not fit.
+    The function does not keep the parsed samples of other steps in memory.
     """
     steps, chosen = [], None
     for each, samples in read_samples(run_dir):

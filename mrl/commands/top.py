@@ -19,7 +19,7 @@ from rich.live import Live
 from mrl.tracking.live_view import LiveRun, RunView, frame
 from mrl.tracking.report.recorded_run import check_is_run
 
-ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time, if only one frame is shown
+ONCE_INTERVAL_S = 0.3  # time between the two measurements of CPU time, if the state is shown only once
 MIN_INTERVAL_S = 0.2
 MAX_CPU = 0.01  # largest CPU use of the live display, in cores; if a frame costs more, frames come less often
 
@@ -63,7 +63,10 @@ def main(argv: list[str]) -> int:
 
 
 def read_twice(run: LiveRun) -> RunView:
-    """Return the state of a run with the CPU use, which needs two measurements."""
+    """Return the state of a run with the CPU use, which needs two measurements.
+
+    `use` is None for dead processes and for processes of other hosts, so they need no second measurement.
+    """
     if any(process.use for process in run.read().processes):
         time.sleep(ONCE_INTERVAL_S)
     return run.read()

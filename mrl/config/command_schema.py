@@ -154,10 +154,11 @@ class CertifyConfig:
 def _efficiency() -> dict[str, float]:
     """Return the default of plan.efficiency: the fractions of the vendor's peak speeds that a GPU attains.
 
-    `matmul` and `attention` come from one H100 (benchmarks/README.md, "One H100"). Single matrix products attain 0.68 to 0.73 and
-    attention kernels 0.24 to 0.52 of the peak. The planner's times have no terms for norms, activation functions, RoPE and the
-    loss, so `matmul` and `attention` also account for this work. With 0.38 and 0.3, the planner predicts the times of the two
-    measured updates within 6 %. `bandwidth` is below the 0.83 that a plain copy attains. `experts` has not been measured.
+    `matmul` and `attention` come from one H100 (benchmarks/README.md, "One H100"). Single matrix products attain 0.68 to 0.73 of
+    the peak, and the attention kernels that mrl chooses attain 0.24 to 0.52. The planner's times have no terms for norms,
+    activation functions, RoPE and the loss, so `matmul` and `attention` also account for this work. With 0.38 and 0.3, the
+    planner predicts the times of the two measured updates within 6 %. `bandwidth` is below the 0.83 that a plain copy attains.
+    `experts` has not been measured.
     """
     return dict(matmul=0.38, attention=0.3, experts=0.35, bandwidth=0.75)
 

@@ -254,7 +254,7 @@ def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
     If the signal arrives while Ray waits, Ray discards the exception. Therefore `leave` also becomes the callback that the
-    driver calls repeatedly while it waits (mrl.core.run_errors.set_callback_during_waits). It then raises SystemExit again.
+    driver calls repeatedly while it waits (mrl.core.run_errors.set_callback_during_waits), and raises SystemExit again there.
     """
 
     def leave() -> NoReturn:

@@ -48,8 +48,9 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
     data.offline.path, and the files of data.mixture and data.test_sets. With `weights` false, only the configs and tokenizers
     of models are fetched from the Hub.
 
-    Raises ValueError if something cannot be found or fetched.
+    Raises ValueError if something cannot be fetched. A path that is missing and cannot be an id on the Hub stays unchanged.
     """
+    # data.inputs is a plug-in; each text among its arguments may be the path of a file or folder that it creates
     created_paths = [str(value) for value in (config.data.inputs or {}).values() if isinstance(value, str)]
 
     def exists(name: str) -> bool:
@@ -109,7 +110,7 @@ def resolve_inputs(config: Config, weights: bool = True) -> Config:
 def _with_fetched_tokenizers(node: Any, fetched: Mapping[str, str]) -> Any:
     """Return a copy of `node` in which the tokenizers of fetched models are local paths.
 
-    The argument `tokenizer` of the reward RewardModel repeats the path of the role that serves the reward model. `fetched` maps
+    The reward class RewardModel has an argument `tokenizer`, which repeats the path of the role that serves it. `fetched` maps
     the path of each fetched role, as the config gives it, to the local path.
     """
     if isinstance(node, dict):
@@ -147,7 +148,8 @@ def resolve_model(name: str, key: str = "model.path", weights: bool = True) -> s
         key: config key of the name, for error messages.
         weights: whether to fetch weights. If false, only config and tokenizer are fetched from the Hub.
 
-    Raises ValueError if the model cannot be fetched. A path that does not exist is returned unchanged; later checks refuse it.
+    Raises ValueError if the model cannot be fetched. A path that does not exist, and that cannot be an id on the Hub, is returned
+    unchanged; later checks refuse it.
     """
     if Path(name).exists():
         return name
@@ -235,8 +237,9 @@ def _listing(filesystem: Any, source: str) -> list[tuple[str, str]]:
 
 
 def _fetch_url(url: str, key: str) -> Path:
-    """Return a local copy of the file or folder at a URL. Copies are in ~/.cache/mrl, and are made again if the source changes.
+    """Return a local copy of the file or folder at a URL. If the URL is a local path, return the path.
 
+    Copies are in the folder mrl of XDG_CACHE_HOME (default: ~/.cache), and are made again if the source changes.
     Raises ValueError if the URL cannot be read.
     """
     import fsspec  # takes a third of a second; commands without URLs skip it
@@ -253,7 +256,7 @@ def _fetch_url(url: str, key: str) -> Path:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrl" / digest
         is_folder = [name for name, _ in listing] != [source]
         with atomic_folder(cache) as partial:
-            if partial:
+            if partial:  # None: the copy exists already
                 for name, _ in listing:
                     target = partial / Path(source).name / (os.path.relpath(name, source) if is_folder else "")
                     target.parent.mkdir(parents=True, exist_ok=True)

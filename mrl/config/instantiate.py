@@ -90,7 +90,7 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
     name = unknown[0]
     near = difflib.get_close_matches(name, list(parameters), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(parameters) or 'nothing'}."
-    # only keys outside lists, because Hydra cannot remove elements of a list
+    # This hint is only for keys outside lists, because Hydra cannot remove elements of a list.
     if all(part.isidentifier() for part in key.split(".")):
         # Hydra merges config files: if one file replaces the class of another, the arguments of the replaced class remain.
         hint += f" If the config sets it for another class, remove it: {' '.join(f'~{key}.{each}' for each in unknown)}"

@@ -21,7 +21,10 @@ _OPTION = re.compile(r"(--config-dir|-cd)(?:=(.*))?", re.DOTALL)
 
 
 def quote(value: object) -> str:
-    """Return a value as text for an override: null, true, a number, [list], {dict} or string, quoted where Hydra needs it."""
+    """Return a value as text for an override: null, true, a number, [list], {dict} or text.
+
+    Only a text with special characters is quoted.
+    """
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Secrets: the key that protects the engines of a run, and the removal of secrets from everything that a run writes."""
+"""Secrets: the key that protects the engines of a run, and functions that refuse or hide secrets in configs."""
 
 import json
 import os
@@ -153,5 +153,5 @@ def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> 
 
 
 def config_as_json(config: Any) -> dict[str, Any]:
-    """Return a config dataclass as JSON values without secrets. Only this form is written to files and trackers."""
+    """Return a config dataclass as JSON values without secrets. Run records, checkpoints and trackers get this form."""
     return redacted(json.loads(json.dumps(asdict(config), default=str)))

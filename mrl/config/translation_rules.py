@@ -195,7 +195,7 @@ WITHOUT_CLIP = ("rloo", "remax", "opo", "gpg")
 """Configs of mrl whose loss is the plain policy gradient, although verl uses PPO's clip with the same estimator."""
 _TOKEN_LOSSES, _SEQUENCE_LOSSES = "mrl.algorithms.losses.", "mrl.algorithms.sequence_losses."
 _SEQUENCE_MEAN = {AGGREGATION: "sequence_mean"}
-VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> the loss, and the aggregation if verl fixes it for this loss
+VERL_LOSSES: dict[str, Overrides] = {  # loss_mode -> loss, its variant, and verl's fixed aggregation if any
     "vanilla": {LOSS: f"{_TOKEN_LOSSES}PPOClip"},
     "gspo": {LOSS: f"{_SEQUENCE_LOSSES}GSPO", **_SEQUENCE_MEAN},
     "geo_mean": {LOSS: f"{_SEQUENCE_LOSSES}GMPO", **_SEQUENCE_MEAN},
@@ -454,7 +454,7 @@ def trl_loss_argument(name: str, value: Any, values: Values) -> Overrides:
 
 
 def trl_lora(value: Any, values: Values) -> Overrides | Note:
-    """Translate trl's LoRA keys, with trl's defaults. The targets are PEFT's default for most model families."""
+    """Translate trl's LoRA keys, with trl's defaults. The default targets are PEFT's for most model families."""
     if not is_on(value):
         return Note("off is the default", user_must_act=False)
     targets = lora_targets(values.get("lora_target_modules") or ["q_proj", "v_proj"], values)

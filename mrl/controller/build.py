@@ -145,7 +145,10 @@ def replay(
 def _trainer_ranks(
     plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
 ) -> Iterator[WorkerGroup]:
-    """Start trainer ranks for the plan's model under the layout `dims`. The ranks end when the context exits."""
+    """Start trainer ranks for the plan's model under the layout `dims`. The ranks end when the context exits.
+
+    `options`: Ray options of each rank. `critic`: whether the model gets the output head of a critic.
+    """
     config = plan.config
     group = WorkerGroup(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
@@ -221,9 +224,10 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler, startup: Startup | N
 
 
 def _step_recorder(config: Config, processes: RunProcesses, stack: ExitStack) -> Callable[[int], None]:
-    """Return a function that tells all processes which step begins, so that they record spans and profiles of the step.
+    """Return a function that tells processes which step begins, so that they record spans and profiles of the step.
 
-    If the run records neither, the function does nothing. Closing `stack` ends the driver's part of the timeline.
+    These processes are the driver, the trainer ranks and, if the run records spans, the rollout worker. If the run records
+    neither spans nor profiles, the function does nothing. Closing `stack` ends the driver's part of the timeline.
     """
     profile = config.profile
     recording = StepRecording(config.tracking.timeline, profile.steps, profile.ranks, profile.memory)
@@ -281,6 +285,7 @@ def finished_result(config: Config) -> TrainingResult | None:
         return None
     num_rows, num_prompts = 0, 0
     if config.trainer.epochs is not None:
+        # rows: number of rows of each source of training prompts
         num_rows, num_prompts = sum(checkpoint.state["prompts"]["rows"]), used_prompts(checkpoint.state)
     schedule = _schedule(config, num_rows, critic=False)
     if not (evaluated and schedule.is_complete(progress["step"], progress["window"], num_prompts)):
@@ -336,11 +341,11 @@ def _tracked_run(config: Config, last_step: int) -> TrackedRun:
 
 
 class _Models(NamedTuple):
-    """Objects in the driver that train and score through the worker groups."""
+    """Objects with which the driver trains and calls the models of a run."""
 
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorers: list[ColumnPass]  # forward passes that compute the columns which the algorithm needs
+    scorers: list[ColumnPass]  # forward passes that compute columns or outputs of teachers
 
 
 def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:

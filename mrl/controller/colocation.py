@@ -9,7 +9,8 @@ Offloaded engines lose their weights, so the trainer ranks push the actor's weig
 
 1. The scheduler offloads the engines' peers, except for the weights of the actor.
 2. The engines allocate memory for weights, and the trainer ranks push the weights.
-3. The scheduler offloads the actor. The engines allocate their KV cache and resume.
+3. The scheduler offloads the actor, unless the actor was loaded before and shares no device with the engines. The engines
+   allocate their KV cache and resume.
 """
 
 import time

@@ -95,7 +95,7 @@ class EngineLifecycle:
     start_timeout_s: float  # longest time until all engines take requests
     # Whether to tell the rollout worker about each push. Needed if requests run during a push, as they do with staleness > 0.
     marks_pushes_as_pauses: bool
-    weight_version: int = field(default=-1, init=False)  # version that all engines serve; -1: no push has finished yet
+    weight_version: int = field(default=-1, init=False)  # version of the last finished push; -1: there was none
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
     _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
 

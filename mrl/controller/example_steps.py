@@ -32,7 +32,7 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
 def ranks_in_groups(rewards: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the rank [B] of each response in its group: 0 for the largest reward. Equal rewards keep the order of the batch."""
     order = np.lexsort((np.arange(len(rewards)), -rewards, groups))
-    sizes = GroupStatistics(groups[order]).sizes
+    sizes = GroupStatistics(groups[order]).sizes  # [B] size of the group of each response
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ranks = np.empty(len(rewards), np.int64)
     ranks[order] = np.arange(len(rewards)) - np.repeat(starts, sizes[starts])

@@ -137,8 +137,8 @@ class LostProcessRecovery(Protocol):
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
         only the rollout worker was lost, and `state_after_step` is not None, this method returns `state_after_step`. Otherwise
-        new trainers load the last checkpoint, and the method returns the state in that checkpoint, or `initial_state` if there is
-        no checkpoint. Raises an error if the run cannot continue.
+        new trainers load the newest checkpoint that is not damaged, and the method returns the state in that checkpoint, or
+        `initial_state` if there is no checkpoint. Raises an error if the run cannot continue.
         """
         ...
 

@@ -46,7 +46,8 @@ class MemoryEstimator:
     parallel_sizes: EngineParallelSizes | None  # parallel sizes of one engine; None if the run starts no engines
     # Teachers whose output layers an update needs, because the loss distills over the whole vocabulary
     teachers: tuple[str, ...] = ()
-    has_sampled_token_gradient: bool = True  # whether the loss has a gradient through sampled tokens
+    # Whether the loss has gradients through log-probabilities or entropies; False: only through divergences from teachers
+    has_sampled_token_gradient: bool = True
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
@@ -142,10 +143,10 @@ def check_transport(config: Config, pools: Pools) -> None:
 
 
 def plan_fitting_run(config: Config, *, check_hashes: bool = True) -> TrainPlan:
-    """Plan a training run. If the hardware is known, also check that memory and GPUs suffice, and that weights reach the engines.
+    """Plan a training run. Also check that memory and GPUs suffice, and that the weights can travel to the engines.
 
-    If `check_hashes` is False, the check of a checkpoint compares only the sizes of its files, not their hashes. Raises
-    ValueError if the config has a mistake or the run does not fit.
+    A check is skipped if the hardware is unknown. If `check_hashes` is False, the check of a checkpoint compares only the sizes
+    of its files, not their hashes. Raises ValueError if the config has a mistake or the run does not fit.
     """
     plan, cluster = plan_training(config, check_hashes=check_hashes), config.cluster
     check_memory(plan)
@@ -197,7 +198,10 @@ def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
 def _extend(
     beam: list[MemoryAdvice], estimate: EstimateMemory, visited: set[tuple[str, ...]]
 ) -> Iterator[MemoryAdvice]:
-    """Yield all sets that consist of a set in `beam` and one more change. Impossible layouts are skipped."""
+    """Yield the sets that consist of a set in `beam` and one more change, except those in `visited`. Add them to `visited`.
+
+    Impossible layouts are skipped.
+    """
     for before in beam:
         for override, config in single_changes(before.config):
             overrides = (*_without_keys_of(override, before.overrides), *override)
@@ -251,10 +255,10 @@ def _smaller_budgets(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled, and the current layout with twice the replicas.
+    """Yield layouts in which one parallel axis is doubled, and the current layout with twice the value of world_size or dp.
 
-    If tp, pp or cp is doubled, the replicas are halved or the GPUs are doubled. If ep is doubled, dp and world_size do not
-    change.
+    A dp that is not set counts as 1. If tp, pp or cp is doubled, the replicas are halved or the GPUs are doubled. If ep is
+    doubled, the keys dp and world_size do not change.
     """
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):

@@ -135,7 +135,7 @@ class ModelGroups:
 
 
 def stored_warm_start(plan: TrainPlan) -> str | None:
-    """Return the folder of the run's warm start if another run has stored it since this run was planned; otherwise None."""
+    """Return the folder of the run's warm start if this or another run has stored it since the planning; otherwise None."""
     folder = plan.warm_start.output if plan.warm_start else None
     return folder if folder and Path(folder).is_dir() else None
 

@@ -118,6 +118,7 @@ def adapter_server_args(config: Config, actor: ModelPlan) -> dict[str, Any]:
     """Return the server arguments with which engines apply adapters; {} if the weight sync sends all weights."""
     if not syncs_adapters(config):
         return {}
+    # number of weight versions of the adapters that an engine can apply at the same time
     slots = adapter_slots(config.rollout.staleness)
     return adapter_args(config.lora.rank, adapted(config, actor), slots, config.sglang.get("device"))
 

@@ -73,8 +73,8 @@ def check_fp8_engines(config: Config, arch: Architecture, layout: EngineLayout, 
             raise ValueError(
                 f"sglang.{name}={sglang[name]}: its kernels reorder weights, which {prefix} forbids; use triton."
             )
-    # scale_shards raises ValueError if the layout of the trainer splits a block of scales. All layers, and all experts, have
-    # tensors of equal shapes, so one row of each kind is enough.
+    # scale_shards raises ValueError if the layout of the trainer splits a block of weights that has one scale. All layers, and
+    # all experts, have tensors of equal shapes, so one row of each kind is enough. All rows are treated as rows of stage 0.
     rows = {_INDEX.sub(".#.", row.megatron): row for row in layout.rows}.values()
     scale_shards(trainer_shards(rows, layout.sizes, dims, lambda _: 0), rows, layout.sizes)
 
@@ -110,9 +110,10 @@ def check_engine_dtype(
 ) -> None:
     """Raise ValueError if SGLang cannot compute in the dtype of the engines: sglang.dtype, or `dtype` if this key is not set.
 
-    `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. float32 is
-    refused only with sglang.device=cuda or on a machine with GPUs. On a machine without GPUs, this check cannot know whether
-    the engines will use GPUs, because the run may start on another machine.
+    `key`: config key that gave `dtype`. `deterministic`: value of the key `deterministic` in the section `section`. Some
+    families refuse a dtype on every device. Otherwise, float32 is refused only with sglang.device=cuda or on a machine with
+    GPUs. On a machine without GPUs, this check cannot know whether the engines will use GPUs, because the run may start on
+    another machine.
     """
     if chosen := config.sglang.get("dtype"):
         dtype, key = chosen, "sglang.dtype"

@@ -159,7 +159,7 @@ def plan_model(
         _check_vision(config, arch)
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     budgets = token_budgets(config, section.removeprefix("roles.") or "actor")
-    cost = CostModel(*arch.multiply_adds(None if head == "vocabulary" else 1))
+    cost = CostModel(*arch.multiply_adds(None if head == "vocabulary" else 1))  # 1: one value or score per token
     packing = Packing(budgets.train, config.trainer.share_prompts, cost, budgets.forward)
     optim = optimizer if section else _actor_optimizer(config)
     ddp = config.trainer.ddp | (config.critic.ddp if section == "critic" else {})

@@ -34,7 +34,7 @@ _WEIGHTS_BACKUP, _PIXEL_BACKEND = "enable_weights_cpu_backup", "image_processor_
 RESPONSE_END_KEYS = ("stop", "stop_token_ids", "max_response_tokens")
 """Sampling keys that say where a response ends.
 
-If a held-out set sets only keys of these, it is still sampled twice (see plan_evaluations).
+A held-out set that sets no other sampling keys is sampled twice (see plan_evaluations).
 """
 DATA_TEST = ""  # name of data.test among the held-out sets
 NO_SUFFIX = ""  # `metric_suffix` of a set with sampling keys of its own: its metric names have no suffix

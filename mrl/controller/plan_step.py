@@ -208,7 +208,7 @@ def plan_prompt_drawing(config: Config, train: PromptDataset) -> PromptDrawing:
         )
     prompt_drawing = PromptDrawing(
         instantiate_callable(sampler, "data.sampler") if sampler else None,
-        json.dumps(sampler, sort_keys=True) if sampler else "",
+        json.dumps(sampler, sort_keys=True) if sampler else "",  # identifies the sampler in checkpoints
         instantiate_callable(sizes, "rollout.group_sizes") if sizes else None,
     )
     rows = np.zeros(config.rollout.prompts_per_step, np.int64)

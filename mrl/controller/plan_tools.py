@@ -1,6 +1,7 @@
 """Plans of `mrl sft`, `mrl certify`, `mrl replay`, `mrl plan sync` and `mrl plan placement`.
 
-Every function raises ValueError for a mistake in the config. No function starts a process.
+Every function raises ValueError for a mistake in the config. No function starts a process. If data.inputs is set, all functions
+except `plan_replay` create its files.
 """
 
 import logging
@@ -114,6 +115,7 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
     """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`.
 
+    `dims`: layout under which the step is replayed. `reference_dims`: layout with whose results it is compared.
     If `model_path` is a folder that a run with LoRA has exported, the plan has the base model and the exported adapters.
     """
     adapters = Path(model_path) / ADAPTER_FOLDER
@@ -134,7 +136,7 @@ class SyncPlan:
     model: ModelPlan
     adapters: AdapterPush | None  # what weight_sync.lora=adapter sends; None: the weight sync sends all weights
     transfers: TransferPlan  # transfer plan of all weights, also if the weight sync sends only adapters
-    steps: list[list[RelayStep]] | None  # steps of each trainer rank; None: no relays, senders send directly
+    steps: list[list[RelayStep]] | None  # relay steps of each trainer rank; None: senders send directly to engine ranks
     hosts: list[str]  # node of each trainer rank; empty without GPUs
     engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
 

@@ -81,6 +81,7 @@ class RunProcesses:
             startup_display=self.startup,
             weights_dir=str(self.run_dir / "weights"),
             start_timeout_s=config.cluster.start_timeout_s,
+            # With staleness, requests run during a push. An engine that a push has paused must not count as failed.
             marks_pushes_as_pauses=config.rollout.staleness > 0,
         )
         self.rollout = RolloutManager(worker, self.engines)
@@ -96,7 +97,7 @@ class RunProcesses:
         return RolloutWorkerHandle(spec, options, self.plan.config.rollout.request_timeout_s + 60)
 
     def _start_actor(self) -> None:
-        """Start building the actor. If another run has stored the same warm start by now, the actor loads that warm start."""
+        """Start building the actor. If this or another run has stored the warm start by now, the actor loads that warm start."""
         stored = stored_warm_start(self.plan)
         self._needs_warm_start = self.plan.warm_start is not None and stored is None
         self.models.start(ACTOR, stored)

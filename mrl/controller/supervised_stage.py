@@ -131,6 +131,7 @@ class SupervisedStage:
         """
         if not self.objective.needs_reference:
             return rows
+        # mismatched: for KTO, the prompt of each row with the response to another prompt; empty for all other losses
         sequences = np.concatenate([rows.sequences_of(used), rows.mismatched_of(used)])
         block = self.group.call_rank_0(
             TrainWorker.add_column, rows.block, "ref_logprobs", *self._logprobs(rows, sequences)
@@ -179,7 +180,10 @@ class SupervisedStage:
 
 
 def _loss_metrics(report: UpdateReport) -> Metrics:
-    """Return the metrics of the loss: averages over tokens, weighted by the token weights of the loss."""
+    """Return the metrics of the loss: averages over tokens, weighted by the token weights of the loss.
+
+    All sums of a report that are not in ACTOR_SUMS come from the loss. The result also has the metrics of trained MTP layers.
+    """
     weight = report.sums.get("weight", 0.0)
     metrics = {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
     return metrics | mtp_metrics([report])

@@ -105,16 +105,16 @@ class TrainingResult:
 
 
 def _check_nothing(step: int, metrics: Metrics) -> None:
-    """Do nothing. Replaces the health check in a run without one."""
+    """Do nothing. Default of `check_learning`."""
 
 
 def _no_data_source(row: int) -> str:
-    """Return "". Replaces `data_source` in a run whose prompts have no data source."""
+    """Return "". Default of `data_source`."""
     return ""
 
 
 def _record_nothing(step: int) -> None:
-    """Do nothing. Replaces `begin_step` in a run that records neither a timeline nor profiles."""
+    """Do nothing. Default of `begin_step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    scorers: Sequence[ColumnPass]  # forward passes; every pass computes one or several columns [R]
+    scorers: Sequence[ColumnPass]  # forward passes; each computes columns [R] or outputs of a teacher
     actor: PolicyUpdater
     critic: ValueUpdater | None
     coefs: Coefficients  # coefficients of the KL penalties and of the entropy bonus
@@ -148,7 +148,7 @@ class Trainer:
     data_source: Callable[[int], str] = _no_data_source  # returns the data source of a row of the training prompts
     # health check: gets each finished step; may end the run
     check_learning: Callable[[int, Metrics], None] = _check_nothing
-    begin_step: Callable[[int], None] = _record_nothing  # tells all processes which step begins; the first step is 1
+    begin_step: Callable[[int], None] = _record_nothing  # tells processes which step begins; the first step is 1
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     record: StepRecord = field(default_factory=StepRecord)

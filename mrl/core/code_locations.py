@@ -45,14 +45,15 @@ def python_path() -> str:
 
 
 def import_environment() -> dict[str, str]:
-    """Return variables that make Ray's processes, and the processes that they start, import from the working directory last."""
+    """Return variables that make Ray's processes import from the working directory last."""
     return {"PYTHONSAFEPATH": SAFE_PATH, WORKING_DIRECTORY: os.environ.get(WORKING_DIRECTORY) or os.getcwd()}
 
 
 def add_working_directory() -> None:
     """Make the modules in the working directory importable in this process and in all processes that it starts.
 
-    The folder is the last entry of `sys.path`, so its modules never hide modules of mrl or of installed packages.
+    The folder is appended to `sys.path` if it is not there yet. At the end of the path, its modules hide no modules of mrl or
+    of installed packages.
     """
     os.environ[WORKING_DIRECTORY] = folder = os.getcwd()
     if folder not in sys.path:
@@ -99,7 +100,7 @@ _STANDARD_DISTRIBUTIONS = importlib.metadata.packages_distributions
 def quick_package_metadata() -> Iterator[None]:
     """Make the first import of transformers, inside the block, take 1 to 2 CPU-seconds less.
 
-    transformers calls importlib.metadata.packages_distributions, which checks for each installed file whether it exists. In the
+    transformers calls importlib.metadata.packages_distributions, which checks whether the files of packages exist. In the
     block, `packages_distributions` below replaces this function. The end of each block restores the original function, even if
     blocks of several threads overlap.
     """

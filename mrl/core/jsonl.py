@@ -27,8 +27,8 @@ def write_json(path: Path, content: object) -> None:
 def last_lines(path: Path, count: int) -> list[bytes]:
     """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read.
 
-    Lines that differ from their hashes (see JsonLinesFile) are not returned. If a line before the last line differs, a warning
-    is logged.
+    Lines whose hash (see JsonLinesFile) differs or is missing are not returned, unless the file has no hashes at all. A warning
+    is logged if this concerns a line before the last line.
     """
     if not path.exists():
         return []

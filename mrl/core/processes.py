@@ -228,15 +228,16 @@ def end_orphans(variable: str, value: str) -> None:
 
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Range of ports that may be reserved. The kernel uses other ports, from 32768, for outgoing connections."""
+"""The ports from FIRST_PORT to LAST_PORT - 1 may be reserved. By default, the kernel uses ports from 32768 on for outgoing
+connections."""
 
 
 class PortLease:
     """Reservation of a free port of this machine. No other mrl process of this user can reserve the same port.
 
-    SGLang and Ray's agents bind their ports several seconds after mrl has chosen them. A socket that keeps the port bound until
-    then would block them. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a child
-    process that inherits the descriptor keeps the reservation.
+    SGLang and Ray's agents bind their ports several seconds after mrl has chosen the ports. If a socket of mrl kept a port bound
+    until then, they could not bind it. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a
+    child process that inherits the descriptor keeps the reservation.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class StartupLostError(ProcessesLostError):
 
 
 class StartError(ValueError):
-    """The trainer ranks cannot build the model that the config describes, or the cluster has no room for the run."""
+    """The run cannot start, for example because the cluster has no room for it, or because another run uses the run directory."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -116,7 +116,8 @@ def set_callback_during_waits(callback: Callable[[], None] | None) -> None:
 def check_wait() -> None:
     """Call the function that `set_callback_during_waits` has set.
 
-    Every loop that waits for processes of the run calls `check_wait` a few times per second.
+    The loops in which the driver waits for Ray calls and for placement groups call `check_wait` about twice per second or more
+    often.
     """
     _callback_during_waits[0]()
 

@@ -38,7 +38,8 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 def warning_key(text: str) -> str:
     """Return the text without its numbers. Two warnings with the same key are repeats of one warning.
 
-    If the text has a location in the user's code, the key is the text before the first colon, and the location.
+    If the text contains `(TEXT:NUMBER)`, usually a location in the user's code, the key is the text before the first colon, and
+    the location.
     """
     if location := _LOCATION.search(text):
         return _NUMBER.sub("#", text.partition(": ")[0]) + location[0]

@@ -4,13 +4,12 @@
     G  number of responses to each prompt; these responses are a group. With rollout.group_sizes, the mean size of a group
     B  number of responses in a step: N * G, plus the number of rows from data.offline.path
     S  number of tokens in a batch: all prompts and responses, concatenated without padding
-    R  number of sampled tokens: tokens that the policy sampled, and response tokens of rows from data.offline.path
+    R  number of sampled tokens: tokens that the policy sampled, response tokens of offline rows, tokens in a supervised loss
     L  number of tokens of a micro-batch on one trainer rank, padding included
     V  size of the vocabulary
     H  hidden size of the model
 
-A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
-results are neither sampled nor trained.
+A response is everything after its prompt. It may contain tool results. Their tokens are neither sampled nor trained.
 
 The driver holds only metrics, handles, and some numbers for each response (`Rollouts`, `AdvantageResult`). A handle refers to
 an object in Ray's object store. The driver never reads that object. Only the rollout worker and the trainer ranks read the tokens
@@ -28,9 +27,9 @@ from numpy.typing import NDArray
 from parallel.durable_files import atomic_file
 
 _COLUMN_PREFIX = "column."  # begins the name of each column in the file of a TokenBlock
-_IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # names of the arrays of images in this file
+_IMAGE_PREFIX, _IMAGE_ROWS = "image.", "image_rows"  # prefix of image arrays, name of the array of (row, image) pairs
 OFFLINE = "offline"
-"""Name of the column that marks rows of data.offline.path in a TokenBlock: 1 for their tokens, 0 for sampled tokens."""
+"""Name of the column that marks rows of data.offline.path in a TokenBlock: 1 for their tokens, 0 for other sampled tokens."""
 Handle = Any  # reference to an object in Ray's object store; only workers read the object
 Column = NDArray[np.float32]  # [R] one number per sampled token
 
@@ -55,7 +54,7 @@ class TokenBlock:
     # [S, layers, topk] experts to which the engine routed each token; -1 where the experts are unknown, as for the last token of
     # a sequence. None: the engine reported no experts
     routed_experts: NDArray[np.int16] | None = None
-    # [S] whether the policy sampled the token. None: it sampled all response tokens
+    # [S] whether the token is a sampled token. None: all response tokens are sampled tokens
     sampled: NDArray[np.bool_] | None = None
     # name -> column [R]; names are, for example, advantages and old_logprobs
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -80,7 +79,7 @@ class TokenBlock:
             responses: token ids of each response.
             logprobs: for each response, the log-probabilities of its sampled tokens. None: `rollout_logprobs` is NaN.
             routed_experts: for each sequence, an array [n, layers, topk] with the experts of its first n tokens.
-            sampled: for each response, whether the policy sampled each token. None: it sampled all tokens.
+            sampled: for each response, whether each token is a sampled token. None: all of them are.
         """
         prompt_lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
         response_lengths = np.fromiter(map(len, responses), np.int64, len(responses))
@@ -215,7 +214,7 @@ def _read_images(arrays: dict[str, NDArray]) -> dict[int, ImageInputs]:
 def _is_sampled(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]]
 ) -> NDArray[np.bool_]:
-    """Return [S] whether the policy sampled each token. Prompt tokens are never sampled."""
+    """Return [S] whether each token is a sampled token. Prompt tokens are never sampled."""
     for response, flags in zip(responses, sampled, strict=True):
         assert len(flags) == len(response), (
             f"`sampled` has {len(flags)} values for a response of {len(response)} tokens"
@@ -241,21 +240,22 @@ class Rollouts:
     block: Handle  # refers to the TokenBlock
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
-    sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
+    sampled_lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
     rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set; -1 - n for row n of data.offline.path
     # [B] index of the prompt. The step's N prompts have the first indices, followed by the prompts of data.offline.path
     groups: NDArray[np.int64]
     digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the token limit or the turn limit ended the response
-    weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
+    # [B] oldest weight version that sampled a token of the response; for offline rows, the weight version at the step's start
+    weight_versions: NDArray[np.int64]
     rewards: NDArray[np.float64]  # [B]
     # [M, 3] one row for each of M spans of consecutive tokens that one weight version sampled: index of the response, weight
     # version, number of tokens; see mrl.rollout.trajectory.version_spans
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (serial number, row in the data set, weight version at dispatch, number of responses) of each prompt request on which no
-    # step has trained yet; the number of responses is left out if it equals rollout.responses_per_prompt
+    # (serial number, row in the data set, lowest weight version that may sample, number of responses) of each prompt request on
+    # which no step has trained yet; without rollout.group_sizes, the number of responses is left out
     untrained_requests: Sequence[tuple[int, ...]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
     # (row in the data set, mean reward) of each sampled group, including those that the rollout filter rejected
@@ -460,7 +460,7 @@ class ReplicaBatch:
     # Rows of each micro-batch. Some micro-batches may have no rows if vpp > 1 or ParallelDims.equal_micro_batch_counts is true
     micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
-    # [B] index of the prompt; for rows with the same index, the prompt is computed once. None: it is computed for every row
+    # [B] index of the prompt. Rows of a micro-batch with the same index share one copy of the prompt. None: no rows share one
     groups: NDArray[np.int64] | None = None
     step_tokens: int = 1  # number of tokens that all replicas together compute in this optimizer step
     sampled_tokens: int = 1  # number of sampled tokens among the `step_tokens`
@@ -470,7 +470,7 @@ class ReplicaBatch:
 class SyncReport:
     """Report of one sender on one weight push. Without engines, all values are 0."""
 
-    bytes: int = 0  # number of bytes sent, summed over all receivers; with the transport disk, bytes written
+    bytes: int = 0  # number of bytes sent, summed over all receivers; for disk and adapters: bytes written
     uncompressed_bytes: int = 0  # size of the same data before compression
     tensors: int = 0  # number of Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # number of buckets sent, counted once for each receiver

@@ -172,7 +172,8 @@ def plan_micro_batches(
         multiple_of: round the number of micro-batches of each replica up to a multiple of this number, as a virtual
             pipeline requires.
 
-    Micro-batches that are added for `equal_counts` or `multiple_of` are empty.
+    If `equal_counts` or `multiple_of` adds micro-batches, the units of a replica are spread over all its micro-batches, of which
+    some may be empty.
     """
     replicas = partition_units(units, num_replicas)
     counts = [_count_packs(replica, max_tokens) for replica in replicas]

@@ -150,14 +150,14 @@ def read_messages(value: Any, name: str) -> Messages:
 
 
 def with_system_message(messages: Messages, system: str | None) -> Messages:
-    """Return `messages`. If they do not begin with a system message, put the system message `system` in front of them."""
+    """Return `messages`. If they begin with no system or developer message, put the system message `system` in front of them."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def _ground_truth(value: Any, name: str) -> GroundTruth:
-    """Return a text, list or object unchanged, and a number as text. Raises RowError for all other values."""
+    """Return a text, list or object unchanged, and a number as text. Raises RowError for other values, NaN and infinity."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal | list | dict):

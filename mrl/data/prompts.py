@@ -380,7 +380,7 @@ class PromptStream:
         rules: PromptDrawing | None = None,
         examples: Sequence[PromptExample] = (),
     ) -> None:
-        """Create a stream that starts at the first row.
+        """Create a stream from which no row has been drawn yet.
 
         Args:
             num_rows: number of rows of all sources.

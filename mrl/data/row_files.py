@@ -206,7 +206,7 @@ def _parse(line: bytes) -> Row:
     import orjson
 
     try:
-        orjson.loads(line)  # unlike json, this rejects invalid UTF-8, lone surrogates, NaN and infinity
+        orjson.loads(line)  # unlike json, this rejects lone surrogates, NaN and infinity
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not a JSON object ({error}): {line[:80]!r}") from error
     row = json.loads(line, object_pairs_hook=_unique_keys)  # unlike orjson, json keeps large integers exact

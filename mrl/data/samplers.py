@@ -262,8 +262,8 @@ class Shuffled:
 class Curriculum:
     """Draws rows in stages, from easy to hard (curriculum learning, Bengio et al. 2009).
 
-    The rows are sorted by `column` and cut into `stages` parts of equal size. A run passes `epochs_per_stage` times over the
-    first part, then over the second part, and so on. After the last part it passes over all rows. Each pass has a new random
+    The rows are sorted by `column` and cut into `stages` parts of nearly equal size. A run passes `epochs_per_stage` times over
+    the first part, then over the second part, and so on. After the last part it passes over all rows. Each pass has a new random
     order. The sources of data.mixture must have equal weights, because the rows of all sources are sorted together.
     """
 
@@ -304,11 +304,11 @@ class Curriculum:
 class DifficultyMixture:
     """Draws more rows from the sources that are neither solved nor too hard.
 
-    p is the pass rate of a source. It is the mean reward of the last `window` prompts of the source that received a reward,
-    scaled so that `worst` is 0 and `best` is 1. The probability of a source is proportional to weight * max(floor, 4 p (1 -
-    p)), where weight is the source's weight in data.mixture. The factor 4 p (1 - p) is largest at p = 1/2. If rewards are 0
-    or 1, the rewards of a group differ most at this pass rate. A source without rewards counts as p = 1/2. Each source has
-    its own epochs, in random order.
+    p is the pass rate of a source: the mean reward of the `window` prompts of the source with the most recent rewards, scaled so
+    that `worst` is 0 and `best` is 1. The probability of a source is proportional to weight * max(floor, 4 p (1 - p)), where
+    weight is the source's weight in data.mixture. The factor 4 p (1 - p) is largest at p = 1/2. If rewards are 0 or 1, the
+    rewards of a group differ most at this pass rate. A source without rewards counts as p = 1/2. Each source has its own epochs,
+    in random order.
     """
 
     uses_rewards: ClassVar[bool] = True

@@ -1,7 +1,8 @@
 """Synthetic tasks and tiny models, created locally without a download.
 
 The quickstart uses the doubling task, and the agent example uses the calculator task. In both tasks, each character is one
-token. The experiment smollm2 uses the sums task, with a pretrained model.
+token. In the calculator task, each of TOOL_MARKS is one token, too. The experiment smollm2 uses the sums task, with a
+pretrained model.
 """
 
 import random

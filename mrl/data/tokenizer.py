@@ -18,7 +18,7 @@ from mrl.core.code_locations import quick_package_metadata
 Messages = list[dict[str, str]]
 
 RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "return_dict")
-"""Arguments of apply_chat_template that mrl sets itself. data.template_args cannot set them."""
+"""Names that data.template_args cannot set: arguments of apply_chat_template, and the variable `messages` of templates."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = Non
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens."""
+    """Return the token ids of each text. No special tokens are added to those in the text."""
     options = dict(add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
     return tokenizer(texts, **options)["input_ids"] if texts else []
 
@@ -275,7 +275,7 @@ class ToolTemplate:
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the token ids of a text, without special tokens."""
+    """Return the token ids of a text. No special tokens are added to those in the text."""
     return tokenizer(text, add_special_tokens=False, **options)["input_ids"]
 
 

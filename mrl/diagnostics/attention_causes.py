@@ -36,7 +36,7 @@ class Rotation:
         return float(np.exp(np.median(logs))) if np.ptp(logs) < 0.02 * max(1.0, np.median(logs)) else None
 
 
-# Layout -> function that returns the pairs [..., d/2] as complex numbers. The name of a layout has the indices of pair i.
+# Layout -> function that returns the pairs [..., d/2] as complex numbers. The name of a layout says which components form pair i.
 _LAYOUTS: dict[str, Callable[[NDArray], NDArray]] = {
     "pairs (i, i + d/2)": lambda x: x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :],
     "pairs (2i, 2i + 1)": lambda x: x[..., 0::2] + 1j * x[..., 1::2],

@@ -143,7 +143,10 @@ def in_layer(name: str, layer: int | None) -> bool:
 
 
 def is_equal(first: NDArray, second: NDArray) -> bool:
-    """Return whether two weights are equal. Both sides read the same files, or get the same bytes in a weight sync."""
+    """Return whether two weights are exactly equal.
+
+    No tolerance is needed, because both sides read the same files, or get the same bytes in a weight sync.
+    """
     return first.shape == second.shape and bool(np.array_equal(first, second))
 
 

@@ -4,7 +4,7 @@ step_000007/    step_dump.json        description of the step: reason, config, l
                 batch.npz             tokens and columns of all rows, as the trainer ranks received them
                 mini_batches.npz      prompt index of each row; per mini-batch: trained rows, and rows in the mean of the loss
                 rng_00000.safetensors states of the random number generators, one file per rank
-                weights/              Hugging Face folder of the weights before the step; in dumps of spikes, it is absent
+                weights/              Hugging Face folder of the weights before the replayed mini-batch; absent in dumps of spikes
 
 Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights after step 6. If a training step
 calls `update` several times, each update has a dump of its own. The folder of the second update is step_000007_update_2.
@@ -203,7 +203,7 @@ class StepDumpRecorder:
     config: dict[str, Any]  # composed config of the run
     latest_weights: Callable[[], WeightsLocation | None]  # returns the location of the newest weights on disk
     num_critic_steps: int = 0  # number of steps at the start of the run that train only the critic
-    _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
+    _norms: deque[float] = field(init=False)  # largest gradient norm of each recent update
     _num_spikes: int = field(init=False)  # number of spikes dumped so far, including those before a resume
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class StepDumpRecorder:
 
     @contextmanager
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
-        """Watch the optimizer steps of one training step.
+        """Watch the optimizer steps of one update.
 
         The caller must append the report of each optimizer step to the list that this context yields. `update` describes the
         optimizer steps. `step` is the number of earlier training steps that trained the model.

@@ -46,7 +46,7 @@ class RankResult:
     began: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # process group -> duration of its all-reduce
     problems: dict[str, str] = field(default_factory=dict)  # process group -> error
-    backend: str = ""  # gloo or nccl; "" if no all-reduce began
+    backend: str = ""  # gloo or nccl; "" if the set-up of `world` did not begin
 
 
 @dataclass(frozen=True)

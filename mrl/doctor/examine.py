@@ -189,7 +189,7 @@ def _exchange_facts(
         own_facts = replace(this_host.facts, connections=connections, peer_addresses=addresses)
         rendezvous.send("connections", to_plain(own_facts))
         ranks = [host.facts.rank for host in hosts]
-        # The servers of this host run until all hosts have tried to connect.
+        # The servers of this host run until all hosts have tried to connect, or until the deadline.
         received = rendezvous.receive("connections", ranks, options.deadline_s)
     return this_host.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
 
@@ -247,7 +247,10 @@ def _slurm_node_names(size: int) -> list[str]:
 def _run_collectives(
     rendezvous: Rendezvous, cluster: ClusterFacts, own_name: str, options: ExamineOptions
 ) -> list[CollectiveResult]:
-    """Run all-reduces between the hosts. Returns [] if none can run; other checks report the reason."""
+    """Run all-reduces between the hosts. Returns [] if none can run; other checks report the reason.
+
+    A rank of the plan is a process that takes part in the all-reduces. A rank of `rendezvous` is a host.
+    """
     if rendezvous.rank == 0:
         rendezvous.send("plan", to_plain(_plan_collectives(cluster)))
     received = rendezvous.receive("plan", [0], 2 * options.deadline_s).get(0)
@@ -263,9 +266,9 @@ def _run_collectives(
 
 
 def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
-    """Plan the all-reduces. A host has one rank for each of its GPUs, or one rank if it has no GPU.
+    """Plan the all-reduces. In the plan, a host has one rank for each of its GPUs, or one rank if it has no GPU.
 
-    Returns None if there is only one host, or if the other hosts cannot reach any interface of the first host.
+    Returns None if there is only one host, or if no interface of the first host can be reached from all other hosts.
     """
     first = cluster.hosts[0]
     interfaces = network_checks.reachable_interfaces(cluster, first)

@@ -35,7 +35,7 @@ class DoctorFinding:
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "  # before the lines `why` and `fix` of a finding
-MAX_SHOWN_HOSTS = 6  # a list of more than MAX_SHOWN_HOSTS + 1 hosts shows this many names, and how many follow
+MAX_SHOWN_HOSTS = 6  # a list of more than MAX_SHOWN_HOSTS + 1 hosts shows MAX_SHOWN_HOSTS names, and how many follow
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
@@ -76,7 +76,7 @@ def exit_status(findings: Iterable[DoctorFinding]) -> int:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a dataclass to types that JSON has."""
+    """Convert a dataclass, or a list of dataclasses, to types that JSON has. None stays None."""
     return msgspec.to_builtins(value, str_keys=True)
 
 

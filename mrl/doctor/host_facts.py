@@ -170,7 +170,7 @@ class CollectiveResult:
 
     group: str  # process group: world, tp 0, ...
     hosts: list[str]  # names of the hosts that took part
-    backend: str  # gloo or nccl
+    backend: str  # gloo or nccl; "" if the all-reduces did not begin on any rank of the group
     seconds: float | None = None  # None: the all-reduce failed or did not finish
     problem: str = ""  # why the all-reduce failed; "" if it finished
 

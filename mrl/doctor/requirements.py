@@ -69,7 +69,7 @@ def _cannot_run_on_cpus(config: Config, parameters: int) -> bool:
 
 
 def process_groups(dims: ParallelDims) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that have more than one trainer rank: name ("tp 0") -> global ranks."""
+    """Return the tp, cp, dp, pp and ep groups that have more than one trainer rank: name ("tp 0") -> global ranks."""
     groups: dict[str, tuple[int, ...]] = {}
     for axis in AXES:
         if getattr(dims, axis) > 1:
@@ -93,7 +93,7 @@ def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...
 
 
 def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
-    """Yield the expert-parallel groups. The ranks of one group together hold one expert-tensor shard of every expert."""
+    """Yield the expert-parallel groups. A group holds one expert-tensor shard of every expert of its pipeline stage."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     stage_size = dims.world_size // dims.pp  # ranks of one pipeline stage
     for rank in range(dims.world_size):

@@ -47,7 +47,7 @@ def engine_group(config: Config, server_args: Mapping[str, Any], folder: Path) -
         count=config.rollout.num_engines,
         tp_size=config.rollout.engine_tp,
         seed=config.run.seed,
-        # how many times a server is replaced if it ends before it is ready
+        # how many times a server of a replaced engine is started again if it ends before it is ready
         max_replacements=config.fault_tolerance.max_response_attempts,
         external_urls=tuple(dict.fromkeys(url.rstrip("/") for url in config.rollout.engine_urls)),
     )
@@ -84,6 +84,7 @@ def running_engines(config: Config, group: ServerGroup, *, logprobs: bool = True
     timeout_s = config.cluster.start_timeout_s
     with ExitStack() as stack:
         if group.external_urls:
+            # lm-evaluation-harness (evaluate.harness) sends its own requests, without seeds
             seeded = config.generate.deterministic and not config.evaluate.harness
             group = replace(group, external_urls=answering_urls(group.external_urls, timeout_s, seeded))
         elif config.cluster.address:
@@ -166,9 +167,9 @@ class EngineWatcher:
     """Sends requests through an engine pool, and replaces engines that fail.
 
     The pool ends the server of a failed engine and starts a new server, unless the server is external. The watcher waits until
-    the new engine is ready, and puts it in service at once, because the weights never change. It replaces at most
-    `max_restarts` engines. If a failed engine is external, or if no new engine enters service, the other engines sample the
-    remaining responses. Requests that were sent to a failed engine are sent again.
+    the new engine is ready, and puts it in service at once, because the weights never change. It puts at most `max_restarts` new
+    engines in service. If a failed engine is external, or if no new engine enters service, the other engines sample the remaining
+    responses. Requests that were sent to a failed engine are sent again.
     """
 
     def __init__(self, pool: EnginePool, max_restarts: int, start_timeout_s: float) -> None:

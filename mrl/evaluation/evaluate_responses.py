@@ -1,7 +1,7 @@
 """`mrl evaluate`: reads, scores and summarizes responses of `mrl generate` or of another tool, and writes the report files.
 
-`evaluate.input` names parquet or jsonl files with the responses of another tool. LAYOUTS has the columns of the files that verl,
-lm-evaluation-harness and lighteval write. For other files, evaluate.columns names the columns.
+`evaluate.input` may name parquet or jsonl files with the responses of another tool. LAYOUTS has the columns of the files that
+verl, lm-evaluation-harness and lighteval write. For other files, evaluate.columns names the columns.
 """
 
 import json
@@ -267,7 +267,8 @@ class Evaluation:
     rows: list[Row]  # scored responses, each a dict with the columns of `response_schema`
     answers: list[str | None]  # answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
-    settings: JsonObject  # settings of the generation, from _generate.json
+    # settings of the generation, from _generate.json; for files of another tool: input, generate.samples and reward
+    settings: JsonObject
     comparison: Comparison | None = None  # differences from the evaluation in evaluate.compare
     earlier: list[EvaluationSummary] = field(default_factory=list)  # summaries of the evaluation in evaluate.compare
 
@@ -287,7 +288,7 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     - `folder` contains neither a finished generation nor files of responses.
     - evaluate.k exceeds the number of responses to a prompt.
     - The reward is invalid.
-    - evaluate.compare names no evaluation of the same prompts.
+    - evaluate.compare names no evaluation, or an evaluation that has no prompt in common with this one.
     """
     before = read_scores(Path(config.evaluate.compare)) if config.evaluate.compare else []
     settings, rows = _read_input(folder, config.evaluate.columns)

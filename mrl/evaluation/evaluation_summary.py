@@ -85,7 +85,10 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class EvaluationSummary:
-    """Results over the prompts of one data source, or over all prompts. Every prompt has the same weight."""
+    """Results over the prompts of one data source, or over all prompts.
+
+    In mean_score, pass_at and maj_at, every prompt has the same weight. In the other numbers, every response has the same weight.
+    """
 
     name: str  # data source, or OVERALL
     prompts: int

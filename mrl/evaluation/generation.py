@@ -1,6 +1,6 @@
 """`mrl generate`: plans a generation, then samples and scores responses to all prompts of the plan.
 
-The plan contains model, prompts, reward and sampling. It is checked before any process starts. The command also continues
+The plan contains model, prompt sources, reward and sampling. It is checked before any process starts. The command also continues
 interrupted generations.
 """
 
@@ -205,10 +205,11 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: SampledModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return all settings that determine the output files. A generation continues only if none of them has changed.
+    """Return the settings that determine the output files. A generation continues only if none of them has changed.
 
     The result contains config values, versions of packages, and sizes and modification times of files. rollout.num_engines and
-    rollout.engine_urls are not included, because they may change when a generation continues.
+    rollout.engine_urls are not included, because they may change when a generation continues. data.max_prompt_tokens is not
+    included, because ResponseStore.check_prompts compares the prompts themselves.
     """
     generate = config.generate
     names = (
@@ -278,7 +279,7 @@ output file contains the responses to generate.prompts_per_file prompts.
 """
 
 MAX_HTTP_REQUESTS = 64
-"""Largest number of concurrent HTTP requests to one engine.
+"""Largest number of concurrent HTTP requests, divided by the number of engines in service.
 
 From generate.requests_in_flight=128 on, one HTTP request carries generate.requests_in_flight // 64 prompts.
 """
@@ -302,13 +303,14 @@ def generate(
 ) -> JsonObject:
     """Sample all missing responses. Return the totals that are written to _generate.json.
 
-    The totals are the numbers of responses, prompts and files, and the duration of this run in seconds.
+    The totals are the numbers of responses, prompts and files, and the seconds for which this process sampled and scored.
 
     Args:
         converting: context that shows the progress of the conversion of a Megatron checkpoint.
 
     Raises:
-        ValueError: the input files have an error (raised before engines start), or the reward gives no scores.
+        ValueError: a prompt, the output folder or the Megatron checkpoint cannot be used (raised before engines start), an
+            external server does not support seeds, or the Ray cluster has no room for the engines.
         EngineError: no engine is left, or an engine refused a request. Finished files are kept.
     """
     prompts, settings = plan.prompts(), plan.config.generate
@@ -326,14 +328,14 @@ def generate(
 
 
 class RequestDispatcher:
-    """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
+    """Distributes requests over engines, with a limit on the responses that all engines together sample at the same time.
 
     EnginePool chooses the engine of each HTTP request: the fewest failed requests in a row, then the least expected work.
     """
 
     def __init__(self, watcher: EngineWatcher, in_flight: int) -> None:
-        """`in_flight`: largest number of GenerationRequests that an engine computes at the same time."""
-        # Number of responses that all engines together sample at the same time.
+        """`in_flight`: with n engines in service, at most n x `in_flight` GenerationRequests are computed at the same time."""
+        # Upper limit for the responses that all engines together sample at the same time
         self.capacity = in_flight * len(watcher.pool.engines)
         self._watcher, self._max_requests = watcher, min(MAX_HTTP_REQUESTS, in_flight)
         # number of responses that one HTTP request asks for

@@ -30,8 +30,8 @@ class ResponseStore:
             settings: everything that determines the responses, as a JSON object: name of a setting -> its value.
 
         Raises:
-            ValueError: the folder belongs to a generation with other settings (the message names the differences), or it
-                contains other files.
+            ValueError: the folder belongs to a generation with other settings (the message names up to five differences),
+                or it contains other files.
         """
         self.folder = Path(folder)
         # The conversion to JSON and back gives the settings the types that a manifest on disk has.

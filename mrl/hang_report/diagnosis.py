@@ -9,7 +9,7 @@ from mrl.hang_report.process_snapshot import ProcessSnapshot
 from parallel.collective_log import LastCollective
 
 MAX_SHOWN_ACTIVITIES = 3
-# Crash message of a rank that NCCL's watchdog ended because the rank waited too long for another rank
+# Crash message of SIGABRT, with which NCCL's watchdog ends a rank that has waited too long for another rank
 ABORTED = "Aborted"
 NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory), or ended by os._exit"
 

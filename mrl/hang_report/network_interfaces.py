@@ -42,7 +42,7 @@ def interface_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 CONNECT_TIMEOUT_S = 1.0  # longest wait for a connection from an address to the same address
 NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes of interfaces that NCCL uses only if there is no other
-VIRTUAL_PREFIXES = (*NCCL_LAST_CHOICES, "veth", "br-", "cni", "flannel", "cali", "tun", "tap")  # containers and tunnels
+VIRTUAL_PREFIXES = (*NCCL_LAST_CHOICES, "veth", "br-", "cni", "flannel", "cali", "tun", "tap")  # see is_virtual
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,10 @@ def is_loopback(address: str) -> bool:
 
 
 def is_virtual(name: str) -> bool:
-    """Return whether an interface belongs to containers or tunnels, so that it does not reach other hosts."""
+    """Return whether the name of an interface belongs to loopback, containers, virtual machines or tunnels.
+
+    Such an interface usually does not reach other hosts.
+    """
     return name.startswith(VIRTUAL_PREFIXES)
 
 

@@ -49,7 +49,7 @@ class ProcessRecord:
     pid: int
     # Start time in clock ticks since boot. Together with the pid, it identifies a process, because pids are reused.
     started: int
-    model: str = ""  # name of a trainer rank's model; "" for the actor
+    model: str = ""  # name of a trainer rank's model; "" for the actor and for other processes
     rank: int = -1  # index of a trainer rank among the ranks of its model; -1 for other processes
 
 
@@ -77,7 +77,7 @@ def dump_stacks_on_signal(path: Path) -> None:
 
 
 def unregister_processes(folder: str | Path, name: str) -> None:
-    """Remove the files of processes that were stopped intentionally. `name` may be a glob pattern."""
+    """Remove the files of processes, so that hang reports do not list them. `name` may be a glob pattern."""
     for path in Path(folder).glob(f"{name}.*"):
         with suppress(OSError):
             path.unlink()

@@ -162,7 +162,7 @@ def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
         elif stacks and (match := FRAME.match(line)):
             stacks[-1].append(StackFrame(match[1], int(match[2]), match[3]))
     stacks = [stack for stack in stacks if stack]
-    # `_bootstrap` is the outermost frame of every thread except the main thread.
+    # `_bootstrap` is the outermost frame of every thread of the module threading except the main thread.
     return sorted(stacks, key=lambda stack: stack[-1].function == "_bootstrap")
 
 

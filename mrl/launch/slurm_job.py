@@ -31,7 +31,7 @@ SETTINGS = (
     "STOP_S",  # time limit (s) for the processes on the nodes to end
     "REQUEUES",  # largest number of requeues after a lost node
 )
-"""Names of the settings in slurm/env.sh. The environment variable MRL_<name> of this process is copied into the script."""
+"""Names of the settings in slurm/env.sh, except CHECKOUT. The script gets the value of MRL_<name> in this process."""
 SLURM_TIMEOUT_S = 120.0  # timeout of one call of sbatch or squeue
 _REFUSED_OPTIONS = {"array", "wrap"}  # --array would submit several runs, and --wrap would run another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -199,7 +199,10 @@ def _directive(name: str, value: str) -> str:
 
 
 def _quote(value: str) -> str:
-    """Return a value in the syntax of sbatch. Values with spaces get double quotes; quotes and backslashes get a backslash."""
+    """Return a value in the syntax of sbatch. A value with whitespace, a quote, # or a backslash gets double quotes.
+
+    Double quotes and backslashes in the value get a backslash.
+    """
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"' if re.search(r"[\s\"'#\\]", value) else value
 
 

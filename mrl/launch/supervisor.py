@@ -3,9 +3,10 @@
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not distinguish these cases from a normal exit. Two other kinds of children omit the message on purpose, so that they are
-started again: a child that has called `request_restart`, and a child that has finished the run, but whose processes hang, so
-that `shutdown_deadline` (mrl.core.processes) ends the child. In the second case, the new child only prints the result.
+not distinguish these cases from a normal exit. Three other kinds of children omit the message on purpose, and the supervisor
+starts them again: a child that has called `request_restart`; a child that lost processes while it was starting, and whose
+shutdown hangs; and a child that has finished the run, but whose shutdown hangs. `shutdown_deadline` (mrl.core.processes) ends a
+child whose shutdown hangs. After a finished run, the new child only prints the result.
 """
 
 import atexit
@@ -51,7 +52,7 @@ def run_child() -> None:
         _pipe = int(os.environ.pop(PIPE_VARIABLE))
         os.set_inheritable(_pipe, False)
         atexit.register(tell_supervisor, "ended")
-        call_before_exit(partial(tell_supervisor, "ended"))  # os._exit skips the functions of atexit
+        call_before_exit(partial(tell_supervisor, "ended"))  # if `shutdown_deadline` ends the child, with os._exit
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
@@ -102,7 +103,8 @@ class _ChildWatcher:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
-        self.earlier = set(descendants())  # processes that existed before the run; psutil compares ids and start times
+        # processes that existed before the run; psutil also compares start times, because a later process may get the same id
+        self.earlier = set(descendants())
 
     def forward_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signals.append(signum)

@@ -162,7 +162,9 @@ def _fill_nodes(pools: Pools, gpus_per_node: int) -> dict[str, list[int]]:
 
 
 def _pack(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
-    """Return the node of each slot: the fullest node that has room for the whole pool, or else the emptiest nodes.
+    """Return the node of each slot: the fullest node that has room for the whole pool.
+
+    If no node has room, the emptiest node is filled, and the same rule places the remaining slots.
 
     `free_slots`: number of free slots of each node. The function updates this list, and may append nodes.
     """

@@ -29,14 +29,14 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray._private import (
-    parameter,  # private: ray.init has no arguments for the flags of `ray start` in `_local_start`
+    parameter,  # private: ray.init has no arguments for the flags of `ray start` that `_local_start` sets
     ray_constants,  # private: Ray has no public way to bind a local cluster to loopback
     services,  # private: Ray has no setting for the times that a node and its agents may take to start
 )
 
-# private: Ray compares the object store's size with the result
+# private: Ray compares the object store's size with the result of this function
 from ray._private.utils import estimate_available_memory
-from ray._raylet import (  # private, for the same reason
+from ray._raylet import (  # private: `_local_start` writes the ports of Ray's agents to files
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,

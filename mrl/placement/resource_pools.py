@@ -70,7 +70,7 @@ class Pools:
 
     @property
     def colocated_size(self) -> int:
-        """Number of slots that the run would need if all roles shared one pool: the size of the largest pool."""
+        """Size of the largest pool. If all roles shared one pool, the run would need at most this number of slots."""
         return max(pool.size for pool in self.pools)
 
     @property

@@ -3,7 +3,7 @@
 The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
 Equation 1 of the paper counts the saved inputs of one layer: 34 s b h bytes without attention scores, for b sequences of s tokens
 and hidden states of width h. Equations 2 to 4 divide these inputs over tensor-parallel ranks. Section 5 describes recomputation.
-This module counts the saved inputs of the layers that mrl trains: MLPs, grouped and latent attention, recurrences, experts, and
+This module counts the saved inputs of the layers that mrl trains (MLPs, grouped and latent attention, recurrences, experts), for
 packed sequences. The attention kernels save no scores. So the paper's term 5 a s^2 b (a: attention heads) does not occur.
 
 With FP8, Transformer Engine (2.20) saves the input of a linear layer in FP8 if no other operation saves this input. Such inputs
@@ -237,7 +237,7 @@ def _delta_rule_bytes(
     return {
         "queries and keys": 3 * keys,  # queries, keys and normalized keys
         "values": values,
-        # norms of queries and keys, betas, decays before and after the softplus, cumulative decays
+        # norms of queries and keys, betas, numbers before and after the softplus, decays from the start and to the end of a chunk
         "numbers of heads": 7 * tokens * heads * recurrence_itemsize,
         "chunks of queries and keys": 3 * keys,
         "pairs of tokens in a chunk": 5 * tokens * RECURRENT_CHUNK * heads * recurrence_itemsize,

@@ -46,9 +46,9 @@ def memory_check(shape: ModelShape, cluster: GpuCluster, *models: TrainerSetting
 
     `models`: settings of the models that have this shape and layout: the actor, and the critic if the run has one.
 
-    The returned function is stricter than `mrl plan memory`: in every phase, it subtracts the buckets of the weight sync from
-    `cluster.memory_bytes`. `cluster.memory_bytes` is the memory of a GPU minus 2 x plan.reserve_gb, for a trainer rank and an
-    engine rank, even if they do not share the GPU.
+    The returned function differs from `mrl plan memory`. In every phase, it subtracts the buckets of the weight sync from
+    `cluster.memory_bytes`, although the bytes of the weight sync already include the buckets. `cluster.memory_bytes` is the
+    memory of a GPU minus 2 x plan.reserve_gb (for a trainer rank and an engine rank), whichever roles share the GPU.
     """
     available_bytes = cluster.memory_bytes - SENDER_BUCKETS * models[0].bucket_bytes
 
@@ -254,9 +254,9 @@ class LayoutSearch:
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
         """Return the numbers of replicas to evaluate.
 
-        They are multiples of `layout.replica_multiple`. The largest number gives each replica at least one response of a
-        mini-batch, unless already the smallest multiple is larger. On more than one node, the replicas must fill whole nodes.
-        plan.fix may fix the number.
+        They are multiples of `layout.replica_multiple`. No number except the smallest multiple is larger than the number of
+        responses of a mini-batch, so that each replica gets at least one response. On more than one node, the replicas must
+        fill whole nodes. plan.fix may fix the number.
         """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches

@@ -1,4 +1,4 @@
-"""Input of the layout search: the speeds of a GPU cluster, and all layouts of a model that are possible on its GPUs."""
+"""Input of the layout search: the speeds of a GPU cluster, and the layouts of a model that the search considers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class GpuCluster:
     @classmethod
     def of(cls, cluster: ClusterConfig, plan: PlanConfig) -> GpuCluster:
         """Return the cluster of a config. Its speeds are the vendor's speeds, multiplied by the efficiencies in `plan`.
+
+        `plan` also contains pcie_bytes_per_s and the latencies, which are not multiplied.
 
         Raises ValueError if the config lacks a speed or the number of GPUs.
         """
@@ -162,7 +164,7 @@ class ReplicaLayout:
 
 @dataclass
 class LayoutSpace:
-    """All layouts of one model that are possible on one cluster."""
+    """The layouts of one model on one cluster that the search considers: cp is a power of 2, and etp is 1 or tp."""
 
     arch: Architecture
     shape: ModelShape
@@ -172,7 +174,7 @@ class LayoutSpace:
     excluded: Counter[str] = field(default_factory=Counter)  # reason -> number of excluded layouts and sizes
 
     def layouts(self) -> Iterator[ReplicaLayout]:
-        """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""
+        """Yield the layouts without recomputation, in a fixed order. Also updates `excluded`."""
         for tp in self._tensor_sizes():
             for pp, vpp, last in self._pipeline_sizes():
                 if self._features > -(

@@ -114,7 +114,7 @@ class TowerShape:
     blocks: int
     gated: bool  # whether the MLPs have a gate, and the norms are RMSNorms
     num_feature_layers: int  # number of decoder layers to whose outputs the tower adds features
-    patches: int  # number of patches for each image token, into which the tower merges them
+    patches: int  # number of patches that the tower merges into one image token
     values: int  # number of pixel values in each patch
     trained: bool
 

@@ -63,7 +63,7 @@ contains.
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """Shape of one parameter of a layer, an expert, the embedding, the final norm or the output layer.
+    """Shape of one parameter of the model (see ParameterLocation).
 
     It may also be the shape of an untrained tensor: a buffer of a torch module, such as the correction bias of a router.
     """

@@ -366,7 +366,10 @@ class Scenario:
 def compare_scenarios(
     groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, gpus: GpuCounts, steps: int
 ) -> list[Scenario]:
-    """Simulate the run with its own setup and with other setups. Each other setup changes one property."""
+    """Simulate the run with its own setup and with other setups.
+
+    Each other setup changes the staleness, the over-sampling, or the division of the GPUs, and what follows from this change.
+    """
     skip = steps // 2
     setups = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
     return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in setups]
@@ -375,6 +378,7 @@ def compare_scenarios(
 def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
     """Yield setups with other values of staleness. On shared GPUs, staleness must be 0, so there are no other values."""
     for staleness in () if setup.colocated else STALENESS_VALUES:
+        # the order of a run with staleness above 1, otherwise the default order: only staleness 0 and 1 are in order
         in_order = setup.in_order if setup.staleness > 1 else staleness < 2
         changed = replace(setup, staleness=staleness, in_order=in_order and not setup.extra_groups)
         if changed != setup:
@@ -391,7 +395,8 @@ def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
     """Yield setups that divide the same GPUs differently between engines and trainers.
 
-    These setups assume that the trainers' seconds per token are inversely proportional to the number of the trainers' GPUs.
+    If the run is not colocated, the last setup is colocated on all GPUs. The setups assume that the trainers' seconds per token
+    are inversely proportional to the number of the trainers' GPUs.
     """
     disaggregated = gpus.total(setup.num_engines)
     total = max(gpus.trainers, disaggregated - gpus.trainers) if setup.colocated else disaggregated

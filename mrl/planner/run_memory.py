@@ -95,8 +95,9 @@ class HostMemory:
     checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
     delta: int  # copy of the weights of the previous push, if the weight sync sends only differences
     rollouts: int  # responses in Ray's object store on which no step has trained yet
-    teachers: int  # output layers of teachers; in Ray's object store: hidden states of teachers for one step
-    engines: int = 0  # copies of the weights of offloaded engines, if no push sends these weights again
+    teachers: int  # output layers of teachers, and their hidden states for one step in Ray's object store
+    # copies of the weights of offloaded engines (with weight_sync.lora=adapter or sglang.enable_weights_cpu_backup)
+    engines: int = 0
     pixels: int = 0  # pixel values of prompts in Ray's object store, and in the packs of the actor's ranks
 
     @property

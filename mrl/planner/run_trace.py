@@ -25,7 +25,7 @@ END_OF_TIME = 1e18  # seconds; no simulated request finishes later
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Lengths and seconds of one step of a synchronous run. The step has N groups of G responses."""
+    """Lengths and seconds of one step of a run. The step has N groups of G responses."""
 
     prompts: NDArray[np.int64]  # [N] tokens of each prompt
     responses: NDArray[np.int64]  # [N, G] tokens of each response
@@ -51,7 +51,7 @@ class RunTrace:
     """A recorded run."""
 
     groups: GroupLengths
-    steps: list[RecordedStep]  # all steps except the first, which includes one-time costs
+    steps: list[RecordedStep]  # the steps that have metrics, except the first step, which includes one-time costs
     setup: RolloutSetup
     max_running: int  # largest number of requests that run together on one engine
     trainer_gpus: int  # GPUs of all trainer ranks of the actor
@@ -86,9 +86,9 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
     """Fit the speeds of an engine by least squares. Returns (speeds, SpeedFit.engine_error).
 
     An engine takes `a * decoding_steps + c * response_tokens + d * prefilled_tokens` seconds, where a, c and d are fixed_step_s,
-    request_s and prefill_s of EngineSpeeds. The numbers of decoding steps and tokens follow from the lengths of the responses
-    alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this function
-    repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
+    request_s and prefill_s of EngineSpeeds. The numbers of decoding steps and tokens follow from the lengths of the prompts and
+    responses alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this
+    function repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
 
     The fitted coefficients are a, c - d and d, and the fit keeps them at 0 or more. So d <= c: a prefilled token takes no
     longer than a decoded token. Without this bound, d would be undetermined if prompts are short.

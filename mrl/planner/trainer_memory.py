@@ -40,7 +40,7 @@ class TrainerSettings:
     forward_tokens: int | None = None  # tokens of one micro-batch without gradients; None: max_tokens
     itemsize: int = 2  # bytes of one element of a model weight or an activation
     gradient_bytes: int = GRADIENT_BYTES  # bytes of one element of a summed gradient
-    head: HeadKind = "vocabulary"
+    head: HeadKind = "vocabulary"  # "value": the model is a critic
     trained: bool = True  # False: the model only computes log-probabilities or values
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     teacher_hidden: tuple[int, ...] = ()  # hidden sizes of the teachers whose output layers an update needs
@@ -53,7 +53,7 @@ class TrainerSettings:
     forward_keys_per_token: float | None = None  # the same for micro-batches without gradients; None: keys_per_token
     imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
-    kernels: Kernels = GPU_KERNELS
+    kernels: Kernels = GPU_KERNELS  # determines which activations are saved
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
     adapters: ModelShape | None = None  # LoRA adapters, which are trained in place of the model; None: no adapters
     image_fraction: float = (
@@ -82,7 +82,7 @@ class TrainerRankMemory:
     stage: int  # index of the pipeline stage
     state: StateBytes  # weights, gradients and optimizer state
     saved: int  # activations of all micro-batches in flight, which are saved for backward passes
-    working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
+    working: int  # temporary tensors of a training pass: logits, gradients inside one layer, recomputed activations
     scoring: int  # activations and logits of a forward pass without gradients
     buckets: int  # buckets of the weight sync
     merged: int = 0  # tensors of one linear layer while the weight sync merges its LoRA adapters into its weight
@@ -303,7 +303,7 @@ def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, kind: Layer
 
     The block is the MLP or the experts. In a layer without them, it is the attention or the recurrence. The result includes the
     gradients of the activations inside this block, and the gradient of the input. If `trains_weights` is true, the result also
-    includes the gradients of weights, but not those of experts.
+    includes the gradient of the weight of the block's first projection, except for experts.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and the gradient of the gathered input

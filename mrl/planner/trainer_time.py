@@ -59,7 +59,10 @@ class TrainingSeconds:
 
 @dataclass(frozen=True)
 class TrainerTime:
-    """Predicts the seconds of training one model with one layout. The layout must be valid for the model."""
+    """Predicts the seconds of training with one layout: of the actor and, if `work` has a critic, of a critic of the same size.
+
+    The layout must be valid for the model.
+    """
 
     shape: ModelShape
     layout: ReplicaLayout
@@ -151,6 +154,7 @@ class TrainerTime:
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
         # fractions of the layers that have attention, and that are recurrent
         attention, recurrent = (n / shape.num_layers for n in (shape.num_attention_layers, shape.num_recurrent_layers))
+        # of one recurrent layer for one token: multiply-adds of the recurrence, and elements that context-parallel ranks gather
         rule, gathered = (shape.recurrence.macs, shape.recurrence.gathered_width) if shape.recurrence else (0, 0)
         width = attention * shape.gathered_kv_width + recurrent * gathered
         keys_values = tokens * width / tp * WEIGHT_BYTES * (cp - 1) / cp

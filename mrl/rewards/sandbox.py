@@ -1,9 +1,10 @@
 """Sandbox for untrusted Python: programs in responses, and the code tool of agents.
 
 Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before this process compiles the program, it gives
-up access to the network and to other processes. After that, it can read only the Python installation and system libraries, can
-write only to its own temporary folder, and cannot start a process. The kernel enforces these restrictions by Landlock, seccomp
-and resource limits. `mrl/rewards/sandbox_filter.py` contains the seccomp filter.
+up access to the network and to other processes. After that, it cannot start a process. It can open only the files in its own
+temporary folder, /dev/null and, for reading, the Python installation, some files of the system (_SYSTEM_PATHS, _DEVICE_FILES) and
+the folders `path` of `run`. The kernel enforces these restrictions by Landlock, seccomp and resource limits.
+`mrl/rewards/sandbox_filter.py` contains the seccomp filter.
 
 This module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports
 why the process ended. docs/tutorials/reward.md lists the restrictions.
@@ -46,7 +47,7 @@ Reason = Literal[
 ]
 _CHECK_INTERVAL_S = 0.02  # seconds between two checks of the limits
 _PF_EXITING = 0x4  # flag of an exiting thread in /proc/PID/stat
-_MIN_MEMORY_BYTES = 64 << 20  # memory that the interpreter needs to start
+_MIN_MEMORY_BYTES = 64 << 20  # SandboxLimits.memory_bytes must be larger
 _START_LIMIT_S = 30.0  # seconds in which the interpreter must start and restrict itself; long enough for a busy machine
 _SYSTEM_PATHS = (  # paths that programs may read
     "/lib",
@@ -62,7 +63,7 @@ _DEVICE_FILES = ("/dev/urandom", "/dev/random", "/dev/zero")  # also readable
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of one run. Raises ValueError for a limit that is too small."""
+    """Resource limits of one run. Raises ValueError for a limit that is too small or has the wrong type."""
 
     wall_s: float = 10.0  # wall time in seconds
     cpu_s: int = 10  # CPU time in seconds of all threads together

@@ -93,10 +93,11 @@ def restrict_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Lower the soft and hard limits of resources. Limits that are already lower stay unchanged.
+    """Set the soft and hard limits of resources. If the hard limit is already lower, it stays, and the soft limit gets its value.
 
-    `limits`: name of a resource without the prefix RLIMIT_ -> limit. The limit of core dumps is 1 byte. With any other limit,
-    even 0, the kernel may start a program that handles core dumps.
+    `limits`: name of a resource without the prefix RLIMIT_ -> limit. The soft limit of the CPU time is one second lower, but at
+    least 1 s. The limit of core dumps is 1 byte. With any other limit, even 0, the kernel may start a program that handles core
+    dumps.
     """
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")

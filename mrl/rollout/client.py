@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 TRAINING, HELD_OUT = 0, 1
-"""First integer of the tuple of integers by which `response_seed` identifies a response of a training run.
+"""Kinds of responses in a training run. The kind is the first number of the tuple by which `response_seed` identifies a response.
 
 The tuple is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out prompts, index of the response
 among the responses to this prompt). The tuple is empty for the greedy response to a training prompt, because this response
-needs no random numbers. EvaluationPrompt.seed makes the tuples of `mrl generate` and `mrl evaluate`.
+needs no random numbers. EvaluationPrompt.seed uses other tuples for `mrl generate` and `mrl evaluate`.
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated, because the engine is at fault, not the request."""
@@ -63,7 +63,7 @@ class ResponsesAbortedError(EngineFaultError):
 
 
 class EngineUnreachableError(EngineError):
-    """No process listens at the engine's address, so the request was not sent."""
+    """The connection to the engine's address failed, so the request was not sent."""
 
 
 MAX_STOPS = 32  # largest number of stop texts that SGLang 0.5.23 accepts in a request
@@ -206,7 +206,7 @@ class EngineClient(EngineControl):
     """HTTP client of one server, for sampling and the control requests of EngineControl. Several threads may share a client."""
 
     adapter: str | None = None
-    """Name under which the server has loaded the LoRA adapters that further requests use. None: no adapters."""
+    """Name of the loaded LoRA adapters that the next requests will use. None: no adapters."""
 
     def generate(
         self,

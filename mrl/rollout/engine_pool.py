@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
-FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # limit of the random pause before the first retry; it doubles with each retry
+FIRST_RETRY_PAUSE_LIMIT_S = 0.1  # limit of the random pause before the first retry; the limit doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 

@@ -60,8 +60,8 @@ class RolloutWorkerHandle:
 
     Another object, which implements ControllerSideEngines, manages the memory and the model weights of the engines.
 
-    Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
-    Every call also raises the errors that the worker raises.
+    `call` and the functions that `begin` returns raise StalledError if the deadline passes, and RolloutWorkerLostError if the
+    worker died (see mrl.hang_report). They also raise the errors that the worker raises.
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
@@ -147,7 +147,7 @@ class RolloutWorkerHandle:
 class RolloutManager:
     """Keeps the staleness buffer of the rollout worker filled with prompts, and takes the groups of each step from the buffer.
 
-    Every method raises the errors of RolloutWorkerHandle.
+    Methods that wait for the worker raise the errors of RolloutWorkerHandle.call.
     """
 
     def __init__(self, worker: RolloutWorkerHandle, engines: ControllerSideEngines) -> None:

@@ -142,7 +142,8 @@ class CompletionCache:
     records: length, hash, compressed content. A damaged or truncated record is skipped with a warning. If the disk is full, a
     warning is logged and the run continues.
 
-    The thread of the engines' requests calls `put` while other threads call the other methods, so a lock guards the file.
+    The thread of the engines' requests calls `get` and `put` while other threads call the other methods, so a lock guards the
+    file.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
@@ -287,7 +288,7 @@ def _find_damage(path: Path) -> str | None:
 
 
 def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
-    """Return one hash for each prompt with its response. The ledger (ledger.jsonl of a run) identifies samples by it."""
+    """Return one hash for each prompt with its response. For each group, the ledger (ledger.jsonl) has a hash of these hashes."""
     return np.array(
         [
             xxhash.xxh3_64_intdigest(np.array([*sample.prompt, -1, *sample.trajectory.token_ids], np.int64).tobytes())

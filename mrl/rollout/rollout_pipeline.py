@@ -89,6 +89,7 @@ class GroupSampler:
             for member in range(size)
         ]
         params = self.spec.sampling
+        # TRAINING: so that responses to held-out prompts get other seeds
         sampling = self._seeded(params, [(TRAINING, number) for number in numbers])
         expected_work = None
         if self._one_group_per_request:
@@ -220,7 +221,7 @@ class RolloutPipeline:
         self._waited_scoring_s = 0.0  # seconds of scoring during these waits
         self._scoring_s = 0.0  # seconds of scoring since the start
         self._overlap = ScoringOverlap()
-        self._changed = threading.Condition()  # guards the buffer and the fields below
+        self._changed = threading.Condition()  # guards the buffer and the next three fields
         # Serial number of a prompt request -> the coroutine that samples its group
         self._running: dict[int, Future[None]] = {}
         self._error: BaseException | None = None  # error that `wait_step` raises

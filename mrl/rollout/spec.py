@@ -182,5 +182,5 @@ class RolloutSpec:
 
     @property
     def buffer_capacity(self) -> int:
-        """Maximal number of groups that are drawn and not yet trained."""
+        """Number of groups for which the staleness buffer has room."""
         return (self.staleness + 1) * self.prompts_per_step + self.extra_groups

@@ -1,9 +1,9 @@
 """Scheduling of rollouts: how many prompts are drawn, which groups a step gets, which prompts share an HTTP request.
 
 A prompt request asks for a group of G responses to one prompt. A step trains on N groups. K is the maximal staleness, in weight
-versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet used by a step. Memory is therefore bounded,
-however fast the engines and the trainers are. Step s trains only on tokens that weight version s - K or a later version sampled.
-With K = 0, training is synchronous.
+versions. Without over-sampling, at most (K + 1) N groups are drawn, not rejected by the rollout filter, and not yet used by a
+step. Memory is therefore bounded, however fast the engines and the trainers are. Step s trains only on tokens that weight version
+s - K or a later version sampled. With K = 0, training is synchronous.
 
 This module contains no threads and no engines, and imports neither Ray nor torch, because the rollout simulator
 (`mrl plan rollout`) also uses it.
@@ -18,8 +18,10 @@ import numpy as np
 from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
-"""Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
-unfinished requests. Requests must not be small either, because each request costs the engine's HTTP server about 1 ms of CPU."""
+"""Largest number of responses in one HTTP request. In training, a larger group is still one request.
+
+Requests must not be large, because a failed engine loses all responses of its unfinished requests. Requests must not be small
+either, because each request costs the engine's HTTP server about 1 ms of CPU."""
 
 
 def num_extra_groups(over_sample_rate: float, prompts_per_step: int) -> int:
@@ -49,7 +51,7 @@ class StalenessBuffer[T]:
       a step waits for every group that would be too old for the next step.
     - `in_order`: steps take groups in the order in which their prompts were drawn, so short responses are not preferred.
     - `max_replaced_groups`: a step replaces at most this many groups that the rollout filter rejects. If the filter rejects
-      more groups, the step trains on fewer than N groups.
+      more groups, the step may train on fewer than N groups.
     """
 
     groups_per_step: int  # N
@@ -99,7 +101,7 @@ class StalenessBuffer[T]:
             self._filtered[number] = group
 
     def take_step(self, step: int) -> StepGroups[T] | None:
-        """Take the groups on which `step` trains out of the buffer. Returns None if the step must wait for groups in flight."""
+        """Take the groups on which `step` trains out of the buffer. Returns None if the step must wait for more groups."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
         # Fewer than N groups are enough if no more groups can follow, because `max_replaced_groups` is reached.
         may_be_short = not self.in_flight and not self.free_capacity()
@@ -166,9 +168,8 @@ class StalenessBuffer[T]:
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
-            return (
-                None  # the step must wait for this request. Checked first, because this method runs after every group
-            )
+            # The step must wait for this request. This fast check comes first, because this method runs many times in each step.
+            return None
         chosen: dict[int, None] = {}
         for d in range(0 if self.extra_groups else self.staleness):
             # Requests whose `min_weight_version` is at most `version` are too old for the steps after `step + d`.

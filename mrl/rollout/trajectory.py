@@ -74,7 +74,7 @@ class Trajectory:
     def spans(self) -> list[tuple[bool, list[int]]]:
         """(whether the policy sampled the part, token ids of the part) for each part of the response.
 
-        A part is one assistant turn, or the tool results between two assistant turns with the chat template around them.
+        A part is one assistant turn, or the tool results between two assistant turns, with the chat template's text around them.
         """
         if self.sampled is None:
             return [(True, self.token_ids)]
@@ -270,7 +270,7 @@ def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
 
 
 def offline_groups(rows: OfflineRows | None, step: int) -> list[Group]:
-    """Return the groups that `step` (from 0) gets from data.offline.path. Sample.row is -1 minus the row number there."""
+    """Return the groups that `step` (from 0) gets from data.offline.path. Sample.row is -1 minus the row number in this file."""
     found = rows.of_step(step) if rows else []
     return [Group([_sample(row, step) for row in group]) for group in found]
 

@@ -124,7 +124,7 @@ class RolloutWorker:
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
-        self._source_names = source_names(spec.train.rows_per_data_source)
+        self._source_names = source_names(spec.train.rows_per_data_source)  # data source -> its name in metrics
         self._rounds = 0  # how often prompts were drawn for the step that is being sampled
         # Groups of the step that is being sampled, if the rollout log has them
         self._step_from_log: StepGroups[Group] | None = None
@@ -351,9 +351,9 @@ class RolloutWorker:
     def write_samples(self, step: int) -> None:
         """Write samples of the last collected step to samples.jsonl, with the columns of all calls of `estimate` for this step.
 
-        The samples are chosen so that their rewards are spread evenly from the worst to the best. The call runs while the
-        trainer ranks update the weights. Ray runs the calls of this actor one after another, so the groups and the columns of the
-        step do not change during the call.
+        In the order of their rewards, the samples are spread evenly over the sampled responses. The call runs while the trainer
+        ranks update the weights. Ray runs the calls of this actor one after another, so the groups and the columns of the step do
+        not change during the call.
         """
         assert self._sample_file, "the driver calls this only if the run keeps samples"
         assert self._collected_step, "collect() must be called before write_samples()"

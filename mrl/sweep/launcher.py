@@ -214,7 +214,7 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Starts the given points that have not succeeded yet, and waits until each has ended or a signal arrives."""
+    """Starts the given points that have not succeeded yet, and polls them until `advance` returns False."""
 
     poll_s: float  # seconds between two polls
 

@@ -34,7 +34,7 @@ from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import supervisor
 
 PointOverrides = tuple[str, ...]
-"""Overrides of the swept keys in one run of a sweep, such as `("optim.lr=1e-4", "run.seed=0")`."""
+"""Overrides in a run of a sweep, usually of the swept keys, such as `("optim.lr=1e-4", "run.seed=0")`."""
 SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
 STATUS_FILE = "status.json"  # file in the folder of an ended point: {"status": exit status, "seconds": duration}
 METRIC_STEPS = 5  # number of last steps over which a metric is averaged
@@ -69,7 +69,7 @@ class PointResult:
     state: PointState
     steps: int  # number of completed training steps
     value: float | None  # value of the sweep's metric
-    seconds: float  # duration of the point's last process; 0 until the point has ended
+    seconds: float  # duration of the last call of `run_point`; 0 until the point has ended
     reason: str = ""  # why the point failed
 
 
@@ -146,6 +146,7 @@ def params_to_overrides(params: Mapping[Any, Any], search_path: Sequence[str] = 
         key: ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in params.items()
     }
+    # check_overrides also adds the prefixes + and ++ that Hydra needs
     checked = hydra_entry.check_overrides([*search_path, *(f"{key}={value}" for key, value in texts.items())])
     return checked[len(search_path) :]
 
@@ -321,7 +322,10 @@ def _format_number(value: float | None) -> str:
 
 
 def run_point(folder: Path, index: int, overrides: Sequence[str]) -> int:
-    """Run a point in a supervised process, and return its exit status. A point that is done does not run again."""
+    """Run a point in a child process, and return its exit status. A point that is done does not run again.
+
+    The supervisor restarts a child process that crashes.
+    """
     sweep, start = load_sweep(folder), time.monotonic()
     point_folder = sweep.point_folder(index)
     point_folder.mkdir(exist_ok=True)

@@ -79,7 +79,7 @@ class ThreadedSink(ABC):
         self.run, self.deadline_s = run, deadline_s
         # The meaning of an item: (step, metrics): write them; a step: discard all later steps; None: end the thread.
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | int | None] = queue.SimpleQueue()
-        self._takes_samples, self._failed = True, False
+        self._takes_samples, self._failed = True, False  # whether to write samples; whether the run ends with an error
         run.folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
@@ -254,10 +254,11 @@ class WandbSink(ThreadedSink):
         self._offline_files = sorted(run.folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
 
     def _first_possibly_missing_step(self) -> int:
-        """Return the step after the last step that wandb has.
+        """Return the first step that wandb may lack.
 
-        Offline, wandb does not know the steps of earlier processes, so this method reads their files. The file of a killed
-        process lacks its last steps, because wandb writes only whole blocks, or has no steps if it was killed in wandb.init.
+        Online, this is the step after the last step that wandb has. Offline, wandb does not know the steps of earlier processes,
+        so this method reads their files. The file of a killed process may lack its last steps, because wandb writes only whole
+        blocks. The file has no steps if the process was killed in wandb.init.
         """
         if wandb_mode() == "online":
             return self._wandb_run.step

@@ -163,7 +163,7 @@ class Startup:
             self._thread.start()
 
     def ready(self, what: str) -> None:
-        """Report that `what` is ready."""
+        """Print and log `what`, such as "engines ready (2)", with the seconds since the start."""
         text = f"{what} after {self._seconds()}"
         logger.info(text)
         self._print(text)

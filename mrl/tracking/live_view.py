@@ -39,7 +39,7 @@ from mrl.tracking.report.recorded_run import LOG_FILE
 TAIL_BYTES = 200_000  # number of bytes that are read, at the end of a file
 SHOWN_STEPS = 24  # number of last steps that are shown
 ETA_STEPS = 10  # the mean time of this number of last steps predicts the remaining time
-# At most so many warnings and errors of the driver are shown, and at most as many of all other processes together.
+# largest number of warnings and errors that are shown: of the driver, and of all other processes together
 SHOWN_PROBLEMS = 5
 SERIES = {
     "reward/mean": "mean reward",
@@ -49,7 +49,7 @@ SERIES = {
 }
 """Metric -> its name in the table of the last steps."""
 CLOCK_STEP_S = 1.0  # two changes of a folder within this time may get the same modification time
-OTHER_LINES = 18  # number of lines of a frame outside the table of processes
+OTHER_LINES = 18  # usual number of lines of a frame outside the table of processes; a frame with many problems has more
 MIN_PROCESSES = 4  # number of processes that even a small terminal shows
 BLOCKS = "▁▂▃▄▅▆▇█"  # characters of a sparkline, from the lowest to the highest value
 REMOTE, RUNNING = "remote", "running"  # states of a process in addition to DEAD and STOPPED
@@ -245,7 +245,7 @@ class LiveRun:
                 logged.append(_printable(f"{match[1]} {match[2].lower()}: {match[3]}"))
         for record in self._files.records(self.folder / WARNINGS_FILE):
             others.append(_printable(f"{record.get('process', '')}: {record.get('text', '')}"))
-        distinct = list(dict.fromkeys(reversed(others)))  # the file has a line for each repeat of a warning
+        distinct = list(dict.fromkeys(reversed(others)))  # the file may have several lines for one repeated warning
         return logged[: -SHOWN_PROBLEMS - 1 : -1] + distinct[:SHOWN_PROBLEMS]
 
 
@@ -289,7 +289,7 @@ def _state(
     run.json was written.
     """
     last = events[-1] if events else {}
-    # the recorded end belongs to an earlier attempt
+    # whether the recorded end belongs to an earlier attempt
     is_new = driver is not None and (started_at or 0) > (last.get("time") or 0)
     if last.get("event") == "end" and not is_new:
         return str(last.get("outcome"))

@@ -22,7 +22,7 @@ PROC = Path("/proc")
 LOAD_HEADER = struct.Struct("<4sHHI")  # magic, version, number of schedulers, bytes of a slot
 LOAD_LENGTH = struct.Struct("<I")  # bytes of the content of a slot
 LOAD_MAGIC, LOAD_VERSION = b"SLNS", 2  # first two fields of LOAD_HEADER
-MAX_NVML_PROCESSES = 256  # at most this number of processes is read for a GPU
+MAX_NVML_PROCESSES = 256  # if more processes than this use a GPU, none of them is read
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,10 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, and compare its checksums with `expected`. Returns failed engines: URL -> reason."""
+        """Have every engine load the folder. Compare the checksums that the engines report with `expected`.
+
+        Returns failed engines: URL -> reason.
+        """
         coordinator = self._coordinator
         assert coordinator is not None, "only rank 0 talks to the engines"
         coordinator.call_all(lambda engine: engine.pause(PauseMode.retract))

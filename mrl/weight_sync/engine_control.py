@@ -206,7 +206,7 @@ class EngineControl:
         return self._get("/server_info")
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return one dict for each tensor-parallel rank: SGLang's name of a parameter -> hash of its values."""
+        """Return one dict for each tensor-parallel rank: SGLang's name of a parameter or buffer -> hash of its values."""
         ranks = self._call("/weights_checker", action="checksum", skip_tensor_list=[MROPE_BUFFER])["ranks"]
         # Every data-parallel group reports all ranks, so a rank may be reported several times.
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}

@@ -116,9 +116,8 @@ class EngineLayout:
     block_scales: bool = False  # whether the engine stores matrices in FP8 with block scales
     prefixes: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_prefixes
     renames: Mapping[str, str] = field(default_factory=dict)  # see Family.engine_renames
-    mtp_rows: Sequence[
-        ParamMapping
-    ] = ()  # rows of a trained MTP layer; `rows` has them only for engines with a draft model
+    # Rows of a trained MTP layer; `rows` has them only for engines with a draft model
+    mtp_rows: Sequence[ParamMapping] = ()
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, parallel_sizes: EngineParallelSizes) -> EngineLayout:

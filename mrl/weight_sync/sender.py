@@ -212,8 +212,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _weighted_sum(data: Tensor) -> Tensor:
     """Return sum(factor * word) over the 4-byte words of uint8 [nbytes], plus a term for the number of bytes, modulo 2**64.
 
-    The factor of a word is the product of two odd numbers: one for its position in its block, and one for the block. So each
-    changed word changes the sum. The words are padded with zeros. Returns int64 [].
+    The factor of a word is the product of two odd numbers: one for its position in its block, and one for the block. So the
+    change of a single word always changes the sum. The words are padded with zeros. Returns int64 [].
     """
     nbytes = len(data)
     if len(data) % 4:

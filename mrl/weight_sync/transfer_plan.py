@@ -26,7 +26,7 @@ from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
 
 ALIGNMENT = 16  # bytes; every chunk starts at a multiple of this, so that it can be viewed as any dtype
-MIN_CHUNK_BYTES = 1 << 20  # tensors are cut to balance the senders, but not into smaller chunks than this
+MIN_CHUNK_BYTES = 1 << 20  # smallest size limit of chunks, unless buckets are smaller
 CHUNKS_PER_SENDER = 16  # size limit of chunks: 1/16 of the average bytes per sender, at least MIN_CHUNK_BYTES
 
 
@@ -220,7 +220,7 @@ def compile_transfer_plan(
 
     `dtype_of` takes the name of an engine parameter and returns (dtype, bytes per element). If several trainer ranks have a
     chunk, the chunk is assigned to the rank among them that has the fewest bytes to send so far. A bucket has at most
-    `bucket_bytes`. Chunks may have a lower limit (see CHUNKS_PER_SENDER), so that they can be balanced over the senders.
+    `bucket_bytes`, rounded up to ALIGNMENT. Chunks may have a lower limit (see CHUNKS_PER_SENDER), to balance the senders.
     """
     if layout.block_scales:
         trainer = {**trainer, **scale_shards(trainer, layout.rows, layout.sizes)}
@@ -404,8 +404,8 @@ def sent_bytes(plan: TransferPlan, hosts: Sequence[str], engine_hosts: Sequence[
 def _relay_chain(sender: int, relays: Iterable[int], hosts: Sequence[str]) -> list[int]:
     """Return the trainer ranks of a relay chain in order: the sender, and then every other rank of `relays`.
 
-    The ranks of a host are consecutive, so the bytes enter each host only once. The chains of different senders enter a host at
-    different ranks, so that a push uses the network cards of all ranks.
+    The ranks of a host are consecutive, so the bytes enter each host only once. The rank at which a chain enters a host depends
+    on the sender, so that a push uses the network cards of several ranks.
     """
     ranks_on: dict[str, list[int]] = {host: [] for host in hosts}  # in the order of the ranks
     for rank in sorted(set(relays) - {sender}):

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 NUM_TRANSFER_BUFFERS = 2  # transfer buffers of each sender
 SHARED_MEMORY = Path("/dev/shm")  # folder for files that contain transfer buffers
 NCCL_TIMEOUT_FACTOR = 24
-"""NCCL's own timeout, as a multiple of weight_sync.timeout_s. All waits of a push are shorter, so it ends no process."""
+"""NCCL's own timeout, as a multiple of weight_sync.timeout_s. All waits of a push are shorter, so NCCL ends no process."""
 
 NCCL_GROUP_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 0: torch's watchdog reports an error, but does not end the process
@@ -270,7 +270,8 @@ class ProcessGroupEndpoint:
     def send(self, index: int, nbytes: int, receivers: Sequence[int]) -> None:
         """Start all sends to an engine as one batch. NCCL runs the batches of several engines at the same time."""
         data = self.transfer_buffers[index % NUM_TRANSFER_BUFFERS][:nbytes]
-        works = self._pending[index % NUM_TRANSFER_BUFFERS] = []  # receivers have acknowledged the earlier bucket in it
+        # The receivers have acknowledged the earlier bucket in this transfer buffer
+        works = self._pending[index % NUM_TRANSFER_BUFFERS] = []
         tp, first = self.setup.engine_tp, self.setup.num_senders
         for engine, group in self.groups.items():
             peers = [first + rank % tp for rank in receivers if rank // tp == engine]

@@ -137,7 +137,7 @@ def as_teacher_outputs(output: Tensor, top_k: int | None) -> dict[str, NDArray]:
 
 
 class MegatronActor(MegatronModel):
-    """One rank's part of the policy, or of a teacher, which is not trained."""
+    """One rank's part of a language model: of the policy, or of a frozen model, such as a teacher."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
@@ -450,8 +450,7 @@ class MegatronRewardModel(MegatronCritic):
 
     In a block for a reward model, each row has one sampled token: the end mark, an end-of-sequence token that
     mrl.data.supervised_dataset appends to the sequence. The value of the end mark, which the model computes at the token before
-    it, is the score. `export_hf` writes a sequence
-    classification model of the library transformers.
+    it, is the score. `export_hf` writes a sequence classification model of the library transformers.
     """
 
     head_kind: ClassVar[HeadKind] = "score"

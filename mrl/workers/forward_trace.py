@@ -36,10 +36,10 @@ def trace_forward(
     temperature: float,
     engine_routing: Mapping[str, NDArray] | None = None,
 ) -> tuple[Arrays, dict[int, NDArray]]:
-    """Return (point -> tensor [S, n], row -> log-probabilities of its sampled tokens).
+    """Return two dicts: trace point -> tensor [S, n], and row of the block -> log-probabilities of the row's sampled tokens.
 
-    A tensor has n numbers for each of the S tokens of the block. The trace point `last_logits` [B, V] has the logits at the last
-    token of each row.
+    `batch` divides the rows of the block into micro-batches. A tensor has n numbers for each of the S tokens of the block. The
+    trace point `last_logits` [B, V] has the logits at the last token of each row.
 
     `engine_routing` has the engine's routing weights [S, experts] at the trace points `layers.N.routing`. The experts then
     compute with these weights instead of the router's own weights. So the hidden states of later layers can be compared even if
@@ -161,6 +161,7 @@ class ForwardTrace:
             after(mlp.linear_fc2, self._both(f"{prefix}activation", f"{prefix}mlp_output"))
 
     def _hook_latent_attention(self, layer: Any, prefix: str, after: Callable) -> None:
+        # there, `normed_query` and `normed_key` are the components that RoPE rotates, before RoPE
         attention, rope = layer.self_attention, layer.self_attention.config.qk_pos_emb_head_dim
         after(layer.input_layernorm, self._both(f"{prefix}input", f"{prefix}attention_norm"))
         if attention.config.q_lora_rank is not None:
@@ -216,7 +217,7 @@ class ForwardTrace:
         return record
 
     def _rotated(self, prefix: str, first: int) -> Callable[[Any, tuple, Any], None]:
-        """Return a hook that records the rotated components of queries and keys, which begin at index `first` of a head.
+        """Return a hook that records queries and keys after RoPE, from component `first` of each head.
 
         In latent attention, all heads share the rotated components of the key.
         """

@@ -323,7 +323,7 @@ class WorkerGroup:
         return max(self.call(TrainWorker.offload, keep_weights))
 
     def load_to_device(self) -> None:
-        """Load the whole model to its devices again, unchanged."""
+        """Load the whole model to its devices again. Only the gradients are lost."""
         self.call(TrainWorker.load_to_device)
 
     # Checkpoints, see mrl.checkpoint.saver. Each rank itself checks the deadline of a checkpoint.

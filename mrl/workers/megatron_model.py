@@ -110,7 +110,7 @@ class MegatronModel:
         chunks = [chunk.to(device()) for chunk in chunks]
         self.bridge = WeightBridge(self.hf, chunks, spec.dims, head, spec.train_vision)
         self.bridge.load(HFWeights(spec.model_path))
-        # bridge between the adapters and PEFT's tensors; None: all weights are trained
+        # bridge between the adapters and PEFT's tensors; None: the model has no adapters
         self.adapters = add_adapters(chunks, self.bridge, spec.lora, spec.seed) if spec.lora else None
         if spec.optimizer is None:
             for chunk in chunks:
@@ -251,7 +251,7 @@ class MegatronModel:
     def evaluate(self, block: TokenBlock, batch: ReplicaBatch, loss: Any, temperature: float = 1.0) -> UpdateReport:
         """Compute the loss of this replica's rows without gradients.
 
-        Returns the statistics of `update` without gradient norm and time.
+        Returns the statistics of `update` without gradient norm, time and the statistics of MTP layers.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -316,8 +316,8 @@ class MegatronModel:
     def reference_weights(self) -> Iterator[None]:
         """Context in which the model has the weights of the reference policy. After it, the model has its own weights again.
 
-        The reference overwrites the weights on the device, so they are copied to the host first. This happens at each use: a run
-        uses the reference once per step, and each step changes the weights, so the copy of an earlier step is out of date.
+        The reference overwrites the model's own weights on the device, so these are copied to the host first. They are copied at
+        each use, because the weights may have changed since the last use.
         """
         assert self._reference is not None, "copy_weights_to_reference() comes first"
         self._weights_backup.save()
@@ -394,7 +394,10 @@ class MegatronModel:
         )
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path) -> None:
-        """Write a Hugging Face folder for engines: these tensors, and the other files of `spec.model_path`, but no MTP layers."""
+        """Write a Hugging Face folder for engines: these tensors, and config and tokenizer files of `spec.model_path`.
+
+        MTP layers that are not trained are left out.
+        """
         write_export(tensors, self.exported_config, folder, {}, copy_mtp=False)
 
     def connect_engines(

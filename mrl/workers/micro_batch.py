@@ -55,7 +55,7 @@ class MicroBatch:
     routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
     teachers: Mapping[str, TeacherTensors] = field(default_factory=dict)  # only teachers with outputs for these rows
     mtp: tuple[MtpTargets, ...] = ()  # one entry for each MTP layer; (): MTP layers do not run
-    num_sampled_in_mini_batch: int = 1
+    num_sampled_in_mini_batch: int = 1  # number of sampled tokens in the mini-batch, over all replicas
 
     @classmethod
     def build(

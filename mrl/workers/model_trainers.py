@@ -304,7 +304,10 @@ MTP_SUMS = ("mtp_nll", "mtp_tokens")
 mtp_nll: -log P of the targets of the MTP layers, summed over the mtp_tokens targets.
 """
 ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight", "nonfinite", *MTP_SUMS)
-"""Names of the sums in the report of every optimizer step of the actor. All other sums come from the loss."""
+"""Names of the sums in the report of an optimizer step of the actor. All other sums come from the loss.
+
+A report has MTP_SUMS only if the step trains MTP layers.
+"""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
 """Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""
 

@@ -1,7 +1,7 @@
 """Stores traces of one optimizer step (loss, outputs, gradients, weights, sketches), and compares the traces of two layouts.
 
-`mrl certify`, `mrl replay` and the parity tests use this module. A trace contains activation sketches. A sketch represents the
-hidden state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. The
+`mrl certify`, `mrl replay` and the parity tests use this module. A trace may contain activation sketches. A sketch represents
+the hidden state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. The
 vectors are the same for all tokens, ranks and layouts. For the difference d of two hidden states, the mean square of the K
 products is about |d|^2 (Johnson and Lindenstrauss 1984). So the distance of two hidden states can be estimated from their
 sketches.
@@ -137,7 +137,9 @@ class Tolerances:
 
 
 TOLERANCES = {
-    "float32": Tolerances(outputs=1e-5, scalars=2e-5, gradients=2e-5, weights=2e-5, updates=5e-2, layers=1e-5),
+    # Round-off depends on the instructions of the CPU. With AVX2 and with AVX-512, the differences of the parity tests are at
+    # most half as large as these tolerances.
+    "float32": Tolerances(outputs=2e-5, scalars=2e-5, gradients=5e-5, weights=2e-5, updates=5e-2, layers=1e-5),
     # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. These
     # tolerances are approximately as large as the differences between a bfloat16 step and a float32 step in one process.
     "bfloat16": Tolerances(outputs=0.3, scalars=0.1, gradients=0.4, weights=2e-3, updates=float("inf"), layers=0.1),

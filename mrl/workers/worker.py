@@ -44,7 +44,7 @@ from parallel.trainer_config import OffloadLevel, OptimConfig
 
 logger = logging.getLogger(__name__)
 DUMPED_BATCH, DUMPED_WEIGHTS = "batch.npz", "weights"
-"""What trainer ranks write into a step dump: a file with the batch, and a Hugging Face folder with the model weights."""
+"""Names in a step dump: the file with the batch, and the Hugging Face folder with the model weights."""
 
 
 class _HasModel(Protocol):
@@ -195,7 +195,7 @@ class TrainWorker:
             return self.model.offload(keep_weights)
 
     def load_to_device(self) -> None:
-        """Load the whole model to the device again, unchanged."""
+        """Load the whole model to the device again. Only the gradients are lost."""
         with track_activity("loading the model to its device"), span("load"):
             self.model.load_to_device()
 
@@ -355,7 +355,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def store_weights(self, prefixes: Sequence[str], suffix: str, path: str) -> Any:
-        """Store the weights whose names begin with a prefix or end with the suffix in the file `path`."""
+        """Store in the file `path` the weights whose Hugging Face names begin with a prefix or end with the suffix."""
         from mrl.workers.forward_trace import store_arrays, trainer_weights
 
         return store_arrays(trainer_weights(self.model, prefixes, suffix), path)

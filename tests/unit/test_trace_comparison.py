@@ -48,12 +48,12 @@ def test_equal_traces_do_not_differ():
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (dict(outputs={0: np.array([-1.0, -2.0]), 3: np.array([-0.50002])}), OUTPUTS),
+        (dict(outputs={0: np.array([-1.0, -2.0]), 3: np.array([-0.50003])}), OUTPUTS),
         (dict(outputs={0: np.array([-1.0, -2.0])}), OUTPUTS),
         (dict(outputs={0: np.array([-1.0, -2.0]), 4: np.array([-0.5])}), OUTPUTS),
         (dict(loss=0.50002), "loss"),
         (dict(grad_norm=float("nan")), "gradient norm"),
-        (dict(gradients={"a.0.w": np.array([[0.1, -0.4]]), "a.1.w": np.array([1e-5, 0.2])}), "gradient a.1.w"),
+        (dict(gradients={"a.0.w": np.array([[0.1, -0.4]]), "a.1.w": np.array([2e-5, 0.2])}), "gradient a.1.w"),
         (dict(gradients={"a.0.w": np.array([[0.1, -0.4]])}), "gradient a.1.w"),
         (dict(gradients={**REFERENCE.gradients, "b.w": np.array([1.0])}), "gradient b.w"),
         (dict(weights={"a.0.w": np.array([[1.0, 2.0]]), "a.1.w": np.array([3.0])}), "weight a.1.w"),

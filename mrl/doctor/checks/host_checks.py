@@ -253,7 +253,7 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     for mistake in cluster.requirements.mistakes:
         fix = "change the key that the message names; `mrl plan placement` then shows the resulting layout"
         yield error([], mistake, "`mrl train` rejects this config", fix)
-    # None: the config names no model folder. "": the host does not have the folder.
+    # None: the config names no model folder. "": the host does not have the folder, or the folder has no config.json.
     checksums = {host.host: host.model_checksum for host in cluster.hosts if host.model_checksum is not None}
     for host, checksum in checksums.items():
         if not checksum and any(checksums.values()):

@@ -25,7 +25,7 @@ NO_COMMON_INTERFACE = "ask the network's administrator: no interface is reachabl
 
 
 def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[str, str]:
-    """Return the hosts that cannot connect to `address` of `host`: name of the other host -> reason."""
+    """Return the hosts that cannot connect to `address` of `host` at a free port ("any"): name of the other host -> reason."""
     return {
         other.host: connection.problem
         for other in cluster.hosts
@@ -279,7 +279,7 @@ def _check_infiniband_host(host: HostFacts, num_active: int) -> Iterator[DoctorF
 
 
 def check_collectives(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find the first all-reduce that failed or did not finish. Later all-reduces are not reported, because they did not begin."""
+    """Find the first all-reduce that failed or did not finish. Later ones are not reported: a rank stops after a failure."""
     for one in cluster.collectives:
         if one.seconds is None:
             single_host_fix = "NCCL_DEBUG=INFO mrl doctor --all-reduce; nvidia-smi topo -m"

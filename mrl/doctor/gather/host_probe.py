@@ -243,7 +243,10 @@ def probe_shared_memory() -> FolderFacts:
 
 
 def ray_temporary_folder() -> str:
-    """Return the folder below which Ray's sessions have their files: sockets, logs, and objects that do not fit into memory."""
+    """Return the folder below which a local Ray cluster has its files: sockets, logs, and objects that do not fit into memory.
+
+    In a Slurm job, Ray has its files below /tmp instead (slurm/ray_cluster.sh).
+    """
     return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
 
 

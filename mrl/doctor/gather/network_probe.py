@@ -169,7 +169,10 @@ class PeerHost:
 
 
 def connect_to_peers(peers: Sequence[PeerHost], clock: Callable[[], float] = time.time) -> list[PeerConnection]:
-    """Connect to the port `any` at every address of every peer. If this port answers, also connect to the other ports."""
+    """Connect to the port `any` at each address of the peers. If this port answers, also connect to the other ports.
+
+    Loopback addresses, and addresses of interfaces that are down, are left out.
+    """
     targets = [
         (peer, one.address)
         for peer in peers

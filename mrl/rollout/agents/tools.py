@@ -227,7 +227,7 @@ class PythonTool:
     limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from mrl.rewards import sandbox  # imported here because its import queries kernel features
+        from mrl.rewards import sandbox  # imported here because only this tool needs it
 
         sandbox.require_sandbox()
         object.__setattr__(self, "_limits", sandbox.SandboxLimits.of(self.limits))

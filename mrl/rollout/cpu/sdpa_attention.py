@@ -33,7 +33,8 @@ MAX_QUERIES_PER_ROW = 512
 query token, and because a shorter row has a smaller mask."""
 
 MAX_TILE_KEYS = 1 << 16
-"""Largest number of keys (N * L) that are gathered for one tile. With K * D = 64 in float32, keys and values take 32 MiB."""
+"""Largest number of keys (N * L) that are gathered for one tile of several rows. With K * D = 64 in float32, keys and values take
+32 MiB."""
 
 MAX_TILE_SCORES = 1 << 23
 """Largest number of attention scores (N * Q * L) of one tile. The mask has one element per score: 32 MiB in float32."""

@@ -1,8 +1,9 @@
 """SGLang platform plug-in that runs the unmodified SGLang package on a machine without a GPU.
 
 SGLang finds the plug-in through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
-`activate()` returns None and SGLang chooses its own platform. Engines run with the hooks of this module on every machine: on a
-machine with a GPU, `activate()` registers them, and without a GPU, launch_sglang.py does.
+`activate()` returns None and SGLang chooses its own platform. Engines run with the hooks `sleep_while_paused`,
+`discard_random_kv_scales` and `round_embedding_scale` on every machine: on a machine with a GPU, `activate()` registers them, and
+without a GPU, launch_sglang.py does.
 """
 
 import os

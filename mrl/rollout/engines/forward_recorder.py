@@ -27,8 +27,8 @@ Arrays = dict[str, NDArray]  # name -> tensor. Names: MODULE/out0, MODULE/in0, w
 REQUEST = "request.json"
 """File that makes the engine record its next forward pass: {"name": name of the output file, "weights": prefixes}."""
 _MODULES_WITH_INPUTS = ("RowParallelLinear", "RadixAttention")  # classes of SGLang whose inputs are recorded, too
-_CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
 # at these trace points, each tensor-parallel rank has a slice of the last axis
+_CONCATENATED = ("query", "key", "value", "normed_query", "normed_key", "rotated_query", "rotated_key", "attention")
 _CONCATENATED += ("gate", "up", "activation")
 # with several ranks, each rank has only a part of the sum, so these trace points are not compared
 _PARTIAL_SUMS = ("attention_output", "mlp_output", "routed_experts", "shared_experts")
@@ -158,6 +158,7 @@ def engine_weights(ranks: Sequence[Arrays], layout: EngineLayout) -> Arrays:
     weights: Arrays = {}
     for rank, arrays in enumerate(ranks):
         for shard in layout.shards(rank):
+            # A shard is a box of a Hugging Face tensor, and the position of this box in a parameter of the rank.
             param = arrays.get(f"weight/{shard.param}")
             if param is None:
                 continue
@@ -196,7 +197,7 @@ def _rank_trace(arrays: Arrays, arch: Architecture, num_ranks: int) -> Arrays:
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
         module = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        # In a model with post-norms, the modules whose outputs `_norms` reads are other norms.
+        # In some models with post-norms, the modules with the names in `_norms` are norms at other places of the layer.
         points = {} if "post_norms" in arch.parts else _norms(module)
         if layer == 0:
             points.setdefault("input", trace["embedding"])

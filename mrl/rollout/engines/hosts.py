@@ -61,6 +61,7 @@ class EngineServers:
         env = {**group.env, REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
         if group.timeline:
             folder = Path(group.run_dir) / spans.FOLDER
+            # the last argument is the number of the first rank of this server in the timeline
             env |= spans.child_environment(folder, group.name, serial_number * group.tp_size)
         server: EngineServer | RayEngine
         if group.slots is not None:

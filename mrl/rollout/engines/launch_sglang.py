@@ -1,6 +1,7 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-The process runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry.
+The process runs SGLang's own HTTP server with SGLang's own arguments. This file replaces or extends functions of SGLang only
+through SGLang's hook registry.
 
 The main change is for machines without CUDA: child processes start by fork. By default, SGLang spawns a scheduler and a
 detokenizer. Each of them imports torch, transformers and sglang again, and these imports take 8 CPU-seconds. Here, the server
@@ -101,7 +102,7 @@ def forbid_tf32() -> None:
 
 
 def limit_model_imports(model_path: Path, drafts: bool = False) -> None:
-    """Let SGLang import only the files that define the architecture of this model, instead of all 250 model files.
+    """Let SGLang import only the files that define the architecture of this model, instead of about 250 model files.
 
     With `drafts`, SGLang also imports the files of the draft models that consist of MTP layers of this model.
 

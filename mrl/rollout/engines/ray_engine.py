@@ -24,7 +24,7 @@ RAY_CALL_MARGIN_S = 10.0  # how much longer a Ray call may take than the deadlin
 
 
 class EngineNodeActor:
-    """Ray actor that runs the processes of an engine on one node. A supervisor ends these processes when the actor ends."""
+    """Ray actor that runs the processes of an engine on one node. The processes end with it (server_supervisor.py)."""
 
     def __init__(self, arguments: Mapping[str, Any], log_path: str, env: Mapping[str, str]) -> None:
         """Prepare the server without starting it. `arguments`: fields of SGLang's ServerArgs."""
@@ -90,6 +90,7 @@ class RayEngine:
         The log of node i > 0 has the suffix `_node_{i}`.
         """
         self._slots, self._arguments, self.log_path, self._env = slots, arguments, log_path, env
+        # until the engine is ready, a text that identifies it in messages and in EngineServers.replace
         self.url = f"{log_path.stem}, which is not ready"
         self._node_actors: list[Any] = []  # one EngineNodeActor per node
         self._started: list[Any] = []  # one future per node: the result of EngineNodeActor.start

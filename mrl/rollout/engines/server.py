@@ -1,7 +1,7 @@
 """SGLang servers. The processes of an EngineServer end when this process ends. An ExternalEngine is a server of the user.
 
 An EngineServer reserves its ports and its scratch directory. Each reservation is a lock on a file. The kernel releases the lock
-when the processes of the server have ended.
+when the supervisor of the server has ended.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ UNSYNCED_ARGS: dict[str, str] = {
     "speculative_draft_model_quantization": "a quantized draft model gets no new weights from the trainers",
     "enable_multi_layer_eagle": "several draft models get no new weights from the trainers",
 }
-"""Argument that an engine of a training run cannot have -> the reason."""
+"""Argument that an engine of a training run cannot have -> the reason. But `quantization` may be BLOCK_FP8."""
 
 
 REWARD_MODELS = (
@@ -89,7 +89,10 @@ def check_server_args(overrides: Mapping[str, Any], section: str = "sglang") -> 
 
 
 def check_synced_args(overrides: Mapping[str, Any]) -> None:
-    """Raise ValueError if the config section `sglang` has an argument with which engines cannot take new weights."""
+    """Raise ValueError if the config section `sglang` has an argument with which engines cannot take new weights.
+
+    Also raise ValueError if the section has an argument about LoRA adapters.
+    """
     for name, reason in UNSYNCED_ARGS.items():
         value = overrides.get(name)
         if value and (name, value) != ("quantization", BLOCK_FP8):
@@ -143,8 +146,8 @@ def nccl_environment(server_args: Mapping[str, Any], environment: Mapping[str, s
     """Return the variables of NCCL for trainer ranks and engines that join common NCCL groups.
 
     The variables in NCCL_VARIABLES must have the same values in trainer ranks and engines. SGLang (0.5.23, _set_envs_and_config)
-    sets such a variable to 0 if it is not in the environment. A value that the user has set in `environment` applies to trainer
-    ranks and engines. `server_args`: the config section `sglang`.
+    sets such a variable if it is not in the environment. A value that the user has set in `environment` applies to trainer ranks
+    and engines, unless a server argument in NCCL_VARIABLES sets the variable to 1. `server_args`: the config section `sglang`.
     """
     return {DUMP_VARIABLE: environment.get(DUMP_VARIABLE, "0")} | {
         name: "1" if any(server_args.get(argument) for argument in arguments) else environment.get(name, "0")

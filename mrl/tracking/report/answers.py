@@ -235,7 +235,7 @@ def _reward(run: RecordedRun) -> tuple[str, str, str]:
 
 
 def _compare_text(run: RecordedRun) -> str:
-    """Say how to find out why all rewards are 0."""
+    """Say how to find out why no reward is above 0."""
     why = "either the prompts are too hard, or the reward function does not find the answers in the responses"
     if any(sample.get("ground_truth") for sample in _samples(run)):
         return f"Compare the responses with the expected answers in the samples: {why}."

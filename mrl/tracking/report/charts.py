@@ -141,9 +141,9 @@ def _series(run: RecordedRun, name: str, label: str) -> dict[str, Any]:
 
 
 def _evaluated_rows(run: RecordedRun, name: str) -> int | None:
-    """Return the largest number of prompts over which a metric eval/* is averaged; None if the config does not limit it.
+    """Return the largest number of prompts in the held-out set of a metric eval/*; None if the config sets no limit.
 
-    Returns None for any other metric, too.
+    For a metric of all held-out sets together, returns trainer.eval_rows. For a metric of another kind, returns None.
     """
     if not name.startswith("eval/"):
         return None

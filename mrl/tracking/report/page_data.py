@@ -65,7 +65,7 @@ def run_data(run: RecordedRun, reload_every_s: int = 0) -> dict[str, Any]:
 
 
 def _rank_values(rank: RankWork) -> dict[str, Any]:
-    """Return the name and the tokens of a trainer rank, and how many seconds of its passes each activity takes."""
+    """Return the name and the tokens of a rank, and for how many seconds it computed, reduced gradients, and did the rest."""
     seconds = {"computing_s": rank.computing_s, "reducing_s": rank.reducing_s, "other_s": rank.other_s}
     return {"process": rank.timeline.process, "tokens": rank.tokens} | seconds
 
@@ -180,7 +180,8 @@ def _pair_answers(
 ) -> list[Answer]:
     """Return the questions about two runs with their answers.
 
-    `differences`: see `config_differences`. `step`: last step that both runs finished; 0: there is none.
+    `differences`: see `config_differences`. `step`: last step that both runs finished; 0: there is none. The arguments of each
+    `Answer` are question, text, state, and section of the page with the details.
     """
     real = [row for row in differences if not row[0].startswith(KEYS_WITHOUT_EFFECT)]
     changed = "; ".join(f"{key} from {one or 'nothing'} to {two or 'nothing'}" for key, one, two in real[:5])
@@ -277,7 +278,7 @@ class SweepPoint:
     run: RecordedRun | None  # None if the point has not started
     overrides: dict[str, str]  # config key -> value
     state: str  # done, failed, running or waiting
-    value: float | None  # final value of the metric that ranks the points
+    value: float | None  # result of the point, by which points are ranked (see `_result_text`)
     steps: int  # number of finished steps
     reason: str  # why the point failed
     command: str  # trains the point again

@@ -40,6 +40,7 @@ def sample_table(run: RecordedRun, limit_bytes: int) -> dict[str, Any]:
     If not all samples fit, the best and the worst samples of each step are kept first. Tokens with their values are kept for
     the newest steps first. `left_out` says in a sentence what is missing.
     """
+    # `abs_rank`: distance from the best or from the worst sample of the step, whichever is smaller
     candidates = [
         (abs_rank, step, rank, len(samples) - 1, sample, uniform)
         for step, samples in run.samples
