@@ -23,8 +23,11 @@ from models.hf_config import HFConfig
 from parallel import device
 from parallel.dims import ParallelDims
 
-GRADIENT_LIMIT = 2e-5
-"""Largest allowed `difference` (models.derive.formulas) between a tensor's gradients in mrl and in transformers."""
+GRADIENT_LIMIT = 5e-5
+"""Largest allowed `difference` (models.derive.formulas) between a tensor's gradients in mrl and in transformers.
+
+Round-off depends on the instructions of the CPU: on one CPU, the difference of a correct family is slightly above 2e-5.
+"""
 ROUND_OFF = 1e-6
 """A gradient counts as round-off if its largest element, divided by the largest element of all gradients, is at most this.
 

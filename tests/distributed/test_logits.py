@@ -124,4 +124,4 @@ def test_gradients_equal_those_of_transformers(run_ranks, tmp_path, name):
     for name, gradient in expected.items():
         largest = gradient.abs().max().item()
         assert largest > 1e-3, f"{name}: a gradient of zero proves nothing"
-        torch.testing.assert_close(torch.from_numpy(found[name]), gradient, rtol=0, atol=2e-5 * largest)
+        torch.testing.assert_close(torch.from_numpy(found[name]), gradient, rtol=0, atol=5e-5 * largest)
