@@ -137,8 +137,8 @@ class Tolerances:
 
 
 TOLERANCES = {
-    # Round-off depends on the instructions of the CPU. With AVX2 and with AVX-512, the differences of the parity tests are at
-    # most half as large as these tolerances.
+    # Round-off depends on the instructions of the CPU: the same correct layout differs up to twice as much with AVX-512 as with
+    # AVX2, or the other way round. So these tolerances are larger than the differences on one CPU.
     "float32": Tolerances(outputs=2e-5, scalars=2e-5, gradients=5e-5, weights=2e-5, updates=5e-2, layers=1e-5),
     # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. These
     # tolerances are approximately as large as the differences between a bfloat16 step and a float32 step in one process.
