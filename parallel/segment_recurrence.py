@@ -1,6 +1,7 @@
 """Recurrent computations over packed sequences with shared prompts: short causal convolution, gated delta rule, and Mamba-2.
 
-A recurrence passes a state from token to token. In a pack, the first token of a segment continues from the last token of the
+A recurrence passes a state from token to token. A pack consists of segments: a prompt is a segment, and each response to it is a
+child of this segment (parallel.packing). In a pack, the first token of a segment continues from the last token of the
 parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. Both recurrences
 compute chunks of CHUNK tokens in parallel: the gated delta rule as in Yang et al., 2024, "Gated Delta Networks",
 arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21060, section 6. The chunks of a pack form a
@@ -42,7 +43,7 @@ class RecurrencePlan:
     # [L] index of the real token in each row of this rank, S for padding; None: the first S rows are the tokens, in order
     token_of_row: Tensor | None
     # inputs of the convolution: for each segment, the indices of the `kernel - 1` tokens before it in its sequence, then those of
-    # its own tokens. `kernel` is the argument of `of`. S: no token
+    # its own tokens. S: no token. `kernel`: width of the convolution, an argument of RecurrencePlan.of
     convolution_inputs: Tensor
     convolved: Tensor | None  # [S] index of each token among the outputs of the convolution; None: in order
     slots: Tensor  # [S] index of each token among the N*C slots of the chunks
@@ -94,7 +95,7 @@ class RecurrencePlan:
 
 
 def _select_or_zero(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows `index` of `x` [S, ...]. Row S is zero."""
+    """Return the rows `index` of `x` [S, ...]. Row S is zero. `gather_rows` is an index_select without communication."""
     return gather_rows(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), index)
 
 
@@ -188,8 +189,7 @@ def _scan(
     right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
-    # For each level: the values that a chunk writes if the state before the chunk is zero, and the matrices whose product with
-    # this state is subtracted from these values.
+    # For each level: a chunk before which the state is M writes values - corrections @ M.
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
     reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)

@@ -11,17 +11,19 @@ from models.families.decoder_blocks import ATTENTION, DEFAULTS, DENSE_MLP, EMBED
 from models.hf_config import HFConfig
 from parallel.rope import LongRope, Rope
 
-# class of a row -> Hugging Face tensor that combines the tensors of the row
+# class of a row of ATTENTION or DENSE_MLP -> the Hugging Face tensor that replaces the separate tensors of this row
 _FUSED: dict[type, str] = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
+# Optional part (Architecture.parts) of models whose fraction is only in rope_parameters. SGLang does not support this part.
 _NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
 
 def translate(config: HFConfig) -> Architecture:
     """Translate a Phi-3 config. Raises ValueError if a value is not supported."""
     config.expect(resid_pdrop=0.0, embd_pdrop=0.0)
-    # Some configs contain these fields, but transformers ignores them.
+    # Some configs contain these fields, but transformers ignores them. So other values are refused: they would have no effect.
     config.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
-    config.read_fields.add("original_max_position_embeddings")  # only LongRoPE uses it
+    # A field that only LongRoPE uses: mark it as read, because mrl refuses configs with fields that no code has read.
+    config.read_fields.add("original_max_position_embeddings")
     check_no_window(config)
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     rope = config.rope(head_dim, partial=True)

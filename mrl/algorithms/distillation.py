@@ -97,7 +97,8 @@ class Distillation(PolicyLoss):
     def distillation(self) -> Distillation:
         """This loss itself. Objective.distillation reads this attribute to find out whether a policy loss is a Distillation.
 
-        The loss tells the output head of the actor what to compute in addition to log-probabilities.
+        Through this attribute, the output head of the actor finds the Distillation, and computes what it needs in addition to
+        log-probabilities.
         """
         return self
 

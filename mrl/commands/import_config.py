@@ -25,7 +25,7 @@ _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
 _ALL_OF_ARRAY = re.compile(r"\$(@|\{\w+\[[@*]\]\})")
 _DOTTED_KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)+=.*", re.DOTALL)
 GROUPS = ("algorithm", "placement", "reward")
-"""Overrides that select a config group. They come first, because the other overrides may change keys that the group sets."""
+"""Overrides that select a config group. They come first, so that a reader sees them before the keys that they set."""
 
 
 @dataclass
@@ -142,7 +142,8 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
     try:
         loaded = OmegaConf.create(text)
         tree = OmegaConf.to_container(loaded, resolve=False)
-        with suppress(OmegaConfBaseException):  # a reference to a key of another file stays as it is written
+        # If a reference names a key of another file, all references stay as they are written.
+        with suppress(OmegaConfBaseException):
             tree = OmegaConf.to_container(loaded, resolve=True)
     except Exception as error:  # the errors of PyYAML, which OmegaConf passes on
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
@@ -198,7 +199,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line without the brackets of an array. If the line is empty or ends an array, add "--".
+    """Return the words of a line without the brackets of an array. If the line is empty or ends with a bracket, add "--".
 
     The word "--" ends the option before it: later words are not arguments of this option.
     """

@@ -80,7 +80,9 @@ _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout.", VERL_ACTOR
 _ADVANTAGE_SIGNS = ("positive", "negative")  # words for the sign of the advantage, in argument names of SAPO and VESPO
 
 # AGENT, IN_TEST_SETS, PACKED and SIZES are Notes, and OTHER_BACKEND is the text of a Note. FULL_RECOMPUTE and VERL_FILTRATION are
-# overrides. KL is the value of _target_ for a KL penalty, and SCALE is the name of an mrl key.
+# overrides. KL is the value of _target_ for a KL penalty, and SCALE is the name of an mrl key. VERL_ESTIMATOR, VERL_SCALE and
+# VERL_LOSS_MODE are keys of verl. `switch` takes the overrides for a key that is true, and for one that is false. In place of the
+# latter, None says that false is mrl's default.
 VERL: dict[str, Rule] = {
     "data.train_files": partial(files, "data.train"),
     "data.val_files": verl_held_out,

@@ -1,6 +1,6 @@
 """Two training steps with which `trainer._target_` may replace `Trainer.train_step`: best_of_n and by_source.
 
-mrl.core.types explains the letters of array dimensions, such as B and R.
+B is the number of responses of the step, and R is the number of their sampled tokens (mrl.core.types).
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +24,7 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
     """
     rollouts = trainer.generate()
     best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep
+    # An Objective replaces the whole objective of the config, with its correction, KL penalty and entropy bonus.
     loss = Objective(CrossEntropy())  # type: ignore[bad-argument-type]  # class variables implement properties of Loss
     trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=loss)
     trainer.push()

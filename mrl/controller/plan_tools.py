@@ -115,7 +115,7 @@ def plan_engine_check(config: Config) -> tuple[ModelPlan, EngineLayout]:
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
     """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`.
 
-    `dims`: layout under which the step is replayed. `reference_dims`: layout with whose results it is compared.
+    `dims`: layout under which the step is replayed. `reference_dims`: layout whose results the replay is compared with.
     If `model_path` is a folder that a run with LoRA has exported, the plan has the base model and the exported adapters.
     """
     adapters = Path(model_path) / ADAPTER_FOLDER
@@ -136,7 +136,9 @@ class SyncPlan:
     model: ModelPlan
     adapters: AdapterPush | None  # what weight_sync.lora=adapter sends; None: the weight sync sends all weights
     transfers: TransferPlan  # transfer plan of all weights, also if the weight sync sends only adapters
-    steps: list[list[RelayStep]] | None  # relay steps of each trainer rank; None: senders send directly to engine ranks
+    # Relay steps of each trainer rank, if engines share GPUs with trainers: trainer ranks pass bytes on to each other, and each
+    # rank serves the engine rank on its GPU. None: senders send directly to engine ranks, or write to a folder
+    steps: list[list[RelayStep]] | None
     hosts: list[str]  # node of each trainer rank; empty without GPUs
     engine_hosts: list[str] | None = None  # node of each engine rank, if trainer ranks send to them through NCCL
 
@@ -152,6 +154,7 @@ def plan_sync(config: Config) -> SyncPlan:
         raise ValueError(
             "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change the sizes of stages."
         )
+    # rows: table of the Hugging Face and Megatron tensors; sizes: Architecture.sizes
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
     chosen = config.sglang.get("dtype")
     engine_dtype = chosen if chosen in ITEM_BYTES else str(config.model.dtype)

@@ -87,7 +87,8 @@ def _install(handler: logging.Handler) -> None:
             show(message, category, filename, lineno, file, line)
 
     # By default, Python shows a warning of the same line of code only once. With this filter, Python passes on every UserWarning
-    # of a reward file, so that mrl can count the repeats. mrl.rewards.user_function gives the modules of these files this prefix.
+    # of a reward file, so that mrl can count the repeats. The module of a reward file has a name that begins with mrl_reward_of_
+    # (mrl.rewards.user_function).
     warnings.filterwarnings("always", category=UserWarning, module="mrl_reward_of_")
     show_or_log.logs_user_code = True  # type: ignore[attr-defined]
     warnings.showwarning = show_or_log

@@ -43,7 +43,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 def last_boxed(solution: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...}. Nested braces are allowed.
 
-    \boxed may also be followed by a single character: \boxed 7. Returns None if there is no box or its braces are not closed.
+    \boxed may also be followed by a single character: \boxed 7. Returns None if there is no box, its braces are not closed, or
+    a command or nothing follows \boxed.
     """
     boxes = list(_BOX.finditer(solution))
     if not boxes:
@@ -95,8 +96,8 @@ def prepare(
     `instruction`: sentence that is added to each problem; None: the recipe's sentence. `split`: value of `extra_info.split`.
 
     Raises:
-        ValueError: the recipe does not exist, or rows cannot be used. In both cases, no file is written. If rows cannot be
-            used, the message says how many, and gives file, row, column and reason of the first five.
+        ValueError: the recipe does not exist, the source cannot be read, or rows cannot be used. Then no file is written. If
+            rows cannot be used, the message says how many, and gives file, row, column and reason of the first five.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

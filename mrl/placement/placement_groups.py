@@ -56,7 +56,7 @@ class PlacedPool:
         while (table := placement_group_table(self.group))["state"] != "CREATED":
             if time.monotonic() > end or table["state"] == "REMOVED":
                 raise PlacementError(self._no_room())
-            check_wait()
+            check_wait()  # raises PreemptedError if a signal has asked the run to stop
             time.sleep(POLL_INTERVAL_S)
         return table
 
@@ -124,7 +124,9 @@ class RolePlacement:
     placed: PlacedPool
     bundles: tuple[int, ...]  # bundle of each rank
     tp_size: int  # number of ranks in a tensor-parallel group or an engine; these ranks should be on one node
-    pin_engines_to_nodes: bool  # whether engines run on the nodes of their slots; true with GPUs or several nodes
+    # whether engines run on the nodes of their slots; true with GPUs or several nodes. False: engines are child processes of the
+    # rollout worker, and use its slot
+    pin_engines_to_nodes: bool
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:

@@ -38,7 +38,7 @@ def prompt_rewards(step: StepGroups[Group]) -> list[tuple[int, float]]:
 
     The groups that the rollout filter rejected are included. A group without a scored response has no entry.
     """
-    numbers = [*step.numbers, *step.filtered_numbers]
+    numbers = [*step.numbers, *step.filtered_numbers]  # serial numbers of prompt requests, which grow in the order of drawing
     groups = dict(zip(numbers, [*step.groups, *step.filtered], strict=True))
     found = []
     for number in sorted(groups):
@@ -160,13 +160,13 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter the trained responses are because steps take the groups that finish first.
 
-    The groups on which the last `num_steps` steps trained are compared with the same number of groups whose prompt requests
-    have consecutive serial numbers. The mean length of a dropped group is unknown. In its place, the class uses an
-    underestimate: the largest mean length among the groups on which the step that dropped the group trained.
+    The groups on which the last `num_steps` steps trained are compared with the same number of groups in the order in which their
+    prompts were drawn, which does not depend on lengths. The mean length of a dropped group is unknown. In its place, the class
+    uses the largest mean length among the groups on which the same step trained. This is an underestimate.
     """
 
     num_steps: int = 4  # number of compared steps: the current step and the steps before it
-    # Serial number of a prompt request -> mean length of its group
+    # Serial number of a prompt request (a prompt that was drawn for the engines) -> mean length of its group
     _lengths: dict[int, float] = field(default_factory=dict)
     # For each of these steps, the mean lengths of the groups on which the step trained
     _trained: deque[list[float]] = field(default_factory=deque)
@@ -175,7 +175,8 @@ class LengthBias:
         """Add a step, and return the metric `rollout/trained_length_ratio`.
 
         The metric is (mean length of the trained groups) / (mean length of the groups with consecutive serial numbers). It is 1
-        if there is no bias. `finished`: serial number of a prompt request -> sampled group that waits in the staleness buffer.
+        if there is no bias. `finished`: serial number of a prompt request -> sampled group on which no step
+        has trained yet: it waits in the staleness buffer.
         """
         trained = [_mean_length(group) for group in step.groups]
         self._lengths |= dict(zip(step.numbers, trained, strict=True))
