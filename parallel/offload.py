@@ -7,8 +7,10 @@ ones from zero. Storages are then resized to zero in place, so all tensors and v
 Megatron's flat buffers, and the optimizer has views of parts of these buffers. On a CPU, the same code copies from host memory to
 host memory.
 
-A process keeps some device memory: CUDA's context, and tables that layers compute only once (rotary angles). If NCCL is older
-than 2.29.7, the process also keeps the buffers of the communicators (see `parallel.groups.suspend_communicators`).
+A process keeps some device memory: CUDA's context, tables that layers compute only once (rotary angles), the workspaces of
+cuBLAS in torch and in Transformer Engine, and Transformer Engine's placeholders for weight gradients, one for each shape of a
+weight. If NCCL is older than 2.29.7, the process also keeps the buffers of the communicators (see
+`parallel.groups.suspend_communicators`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
