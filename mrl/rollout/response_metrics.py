@@ -38,7 +38,8 @@ def prompt_rewards(step: StepGroups[Group]) -> list[tuple[int, float]]:
 
     The groups that the rollout filter rejected are included. A group without a scored response has no entry.
     """
-    numbers = [*step.numbers, *step.filtered_numbers]  # serial numbers of prompt requests, which grow in the order of drawing
+    # serial numbers of prompt requests, which grow in the order of drawing
+    numbers = [*step.numbers, *step.filtered_numbers]
     groups = dict(zip(numbers, [*step.groups, *step.filtered], strict=True))
     found = []
     for number in sorted(groups):
