@@ -8,9 +8,9 @@ Megatron's flat buffers, and the optimizer has views of parts of these buffers. 
 host memory.
 
 A process keeps some device memory: CUDA's context, tables that layers compute only once (rotary angles), the workspaces of
-cuBLAS in torch and in Transformer Engine, and Transformer Engine's placeholders for weight gradients, one for each shape of a
-weight. If NCCL is older than 2.29.7, the process also keeps the buffers of the communicators (see
-`parallel.groups.suspend_communicators`).
+cuBLAS in torch and in Transformer Engine, and the tensors without content that Transformer Engine gives to autograd in place of
+weight gradients, one for each shape of a weight. If NCCL is older than 2.29.7, the process also keeps the buffers of the
+communicators (see `parallel.groups.suspend_communicators`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

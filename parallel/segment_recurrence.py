@@ -1,13 +1,13 @@
 """Recurrent computations over packed sequences with shared prompts: short causal convolution, gated delta rule, and Mamba-2.
 
-A recurrence passes a state from token to token. A pack consists of segments: a prompt is a segment, and each response to it is a
-child of this segment (parallel.packing). In a pack, the first token of a segment continues from the last token of the
-parent segment. So all responses to a shared prompt start from the same state, and the prompt is computed once. Both recurrences
-compute chunks of CHUNK tokens in parallel: the gated delta rule as in Yang et al., 2024, "Gated Delta Networks",
-arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21060, section 6. The chunks of a pack form a
-forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest consists of all chunks that
-have the same number of chunks before them in their sequence. The chunks of a level are computed in one batch. This module does
-not communicate.
+A recurrence passes a state from token to token. A pack consists of segments (parallel.packing). With shared prompts, a prompt
+is a segment, and its responses are children of this segment; otherwise, each sequence is one segment. The first token of a
+segment continues from the last token of the parent segment. So all responses to a shared prompt start from the same state, and
+the prompt is computed once. Both recurrences compute chunks of CHUNK tokens in parallel: the gated delta rule as in Yang et
+al., 2024, "Gated Delta Networks", arXiv:2412.06464, section 3.3, and Mamba-2 as in Dao and Gu, 2024, arXiv:2405.21060, section
+6. The chunks of a pack form a forest: each chunk has one predecessor, or none at the start of a sequence. A level of the forest
+consists of all chunks that have the same number of chunks before them in their sequence. The chunks of a level are computed in
+one batch. This module does not communicate.
 
 In shapes, S is the number of real tokens of the pack, N is the number of chunks, C is CHUNK, n is the number of heads, g is the
 number of groups of heads, and k and v are the numbers of channels of a key and of a value.
@@ -189,7 +189,7 @@ def _scan(
     right = torch.cat([weighted_value, weighted_key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     widths = list(plan.widths)
-    # For each level: a chunk before which the state is M writes values - corrections @ M.
+    # For each level: if M is the state before a chunk, the chunk writes values - corrections @ M.
     values, corrections = (x.split(widths) for x in solved.split([weighted_value.size(-1), key.size(-1)], dim=-1))
     reads = (query * from_start).split(widths)
     writes = (key * (decay[..., -1:] - decay).exp()[..., None]).transpose(-1, -2).split(widths)

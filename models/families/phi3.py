@@ -13,7 +13,8 @@ from parallel.rope import LongRope, Rope
 
 # class of a row of ATTENTION or DENSE_MLP -> the Hugging Face tensor that replaces the separate tensors of this row
 _FUSED: dict[type, str] = {QKVMapping: "self_attn.qkv_proj.weight", GatedMLPMapping: "mlp.gate_up_proj.weight"}
-# Optional part (Architecture.parts) of models whose fraction is only in rope_parameters. SGLang does not support this part.
+# Optional part (Architecture.parts) of a model whose partial_rotary_factor in rope_parameters differs from the one outside of it,
+# which is 1 by default. SGLang reads only the one outside, so it does not support this part.
 _NESTED_FRACTION = "rope_parameters.partial_rotary_factor"
 
 

@@ -97,8 +97,8 @@ class Distillation(PolicyLoss):
     def distillation(self) -> Distillation:
         """This loss itself. Objective.distillation reads this attribute to find out whether a policy loss is a Distillation.
 
-        Through this attribute, the output head of the actor finds the Distillation, and computes what it needs in addition to
-        log-probabilities.
+        Through this attribute, the output head of the actor finds the Distillation. The head then computes what this loss needs,
+        in addition to log-probabilities.
         """
         return self
 

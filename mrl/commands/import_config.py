@@ -199,7 +199,7 @@ def _split(text: str) -> list[str]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of a line without the brackets of an array. If the line is empty or ends with a bracket, add "--".
+    """Return the words of a line without the brackets of an array. If the line is empty or ends with ")", add "--".
 
     The word "--" ends the option before it: later words are not arguments of this option.
     """

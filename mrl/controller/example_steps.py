@@ -24,7 +24,7 @@ def best_of_n(trainer: Trainer, keep: int = 1, min_reward: float = float("-inf")
     """
     rollouts = trainer.generate()
     best = ranks_in_groups(rollouts.rewards, rollouts.groups) < keep
-    # An Objective replaces the whole objective of the config, with its correction, KL penalty and entropy bonus.
+    # An Objective replaces the whole objective, so the correction, KL penalty and entropy bonus of the config do not apply.
     loss = Objective(CrossEntropy())  # type: ignore[bad-argument-type]  # class variables implement properties of Loss
     trainer.update(rollouts, None, rows=best & (rollouts.rewards > min_reward), loss=loss)
     trainer.push()

@@ -43,8 +43,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 def last_boxed(solution: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...}. Nested braces are allowed.
 
-    \boxed may also be followed by a single character: \boxed 7. Returns None if there is no box, its braces are not closed, or
-    a command or nothing follows \boxed.
+    \boxed may also be followed by a single character: \boxed 7. Returns None if there is no box,
+    or if the last box has no closing brace or is followed by a command or by nothing.
     """
     boxes = list(_BOX.finditer(solution))
     if not boxes:

@@ -56,7 +56,7 @@ class PlacedPool:
         while (table := placement_group_table(self.group))["state"] != "CREATED":
             if time.monotonic() > end or table["state"] == "REMOVED":
                 raise PlacementError(self._no_room())
-            check_wait()  # raises PreemptedError if a signal has asked the run to stop
+            check_wait()  # may raise PreemptedError after a preemption signal
             time.sleep(POLL_INTERVAL_S)
         return table
 

@@ -38,7 +38,7 @@ def prompt_rewards(step: StepGroups[Group]) -> list[tuple[int, float]]:
 
     The groups that the rollout filter rejected are included. A group without a scored response has no entry.
     """
-    # serial numbers of prompt requests, which grow in the order of drawing
+    # serial numbers of prompt requests; a prompt that is drawn later has a larger number
     numbers = [*step.numbers, *step.filtered_numbers]
     groups = dict(zip(numbers, [*step.groups, *step.filtered], strict=True))
     found = []
@@ -161,9 +161,9 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter the trained responses are because steps take the groups that finish first.
 
-    The groups on which the last `num_steps` steps trained are compared with the same number of groups in the order in which their
-    prompts were drawn, which does not depend on lengths. The mean length of a dropped group is unknown. In its place, the class
-    uses the largest mean length among the groups on which the same step trained. This is an underestimate.
+    The groups on which the last `num_steps` steps trained are compared with the same number of groups of consecutively drawn
+    prompts. This choice does not depend on lengths. The mean length of a dropped group is unknown. In its place, the class uses
+    the largest mean length among the groups on which the step that dropped it trained. This is an underestimate.
     """
 
     num_steps: int = 4  # number of compared steps: the current step and the steps before it

@@ -131,8 +131,9 @@ class RelaySender(BucketSender):
     def send_all(self, push_name: str, read: ReadTensor, full: bool) -> SendStats:
         """Process every step. `full` must be true, because an engine that shares its GPU does not keep the last weights."""
         assert full and not self.delta, "engines that share their GPUs receive all weights, not differences"
-        # This all-reduce has two purposes. It is the first operation of the NCCL group, which needs every rank. And when item()
-        # returns, all ranks have entered this push, so no rank still reads the headers of the last push, which are deleted next.
+        # This all-reduce has two purposes. The first operation of an NCCL group needs every rank, and the sends below do not have
+        # every rank. And when item() returns, all ranks have entered this push, so no rank still reads the headers of the last
+        # push, which are deleted next.
         dist.all_reduce(ranks := torch.ones(1, device=self.send_endpoint.transfer_buffers[0].device))
         assert int(ranks.item()) == dist.get_world_size(), "every trainer rank takes part in a push"
         self.channel.delete(self._chain_headers)
